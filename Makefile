@@ -1,0 +1,34 @@
+# `make demo` and `make test` set up all they need in .venv; see README.md.
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-gpu lint clean
+.DEFAULT_GOAL := demo
+
+$(STAMP): pyproject.toml requirements/tested.txt scripts/find_python.sh
+	@python=$$(PYTHON="$(PYTHON)" sh scripts/find_python.sh) || exit 1; \
+	echo "setting up $(VENV) with $$python"; \
+	"$$python" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/tested.txt --editable '.[dev]'
+	@touch $@
+
+## Train a small GPT on this machine's CPU twice, without and with TACO, and compare.
+demo: $(STAMP)
+	$(BIN)/python scripts/demo.py
+
+## The CPU test suite.
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+## The tests that need a GPU, with the Python that has CUDA's torch.
+test-gpu:
+	$(or $(PYTHON),$(BIN)/python) -m pytest tests/gpu
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info
