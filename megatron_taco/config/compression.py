@@ -1,0 +1,12 @@
+"""Section `compression`: one section per parallel axis, each in its own file."""
+
+from pydantic import Field
+
+from megatron_taco.config.section import Section
+from megatron_taco.config.tensor_parallel import TensorParallel
+
+
+class Compression(Section):
+    """What is compressed, by the parallel axis it belongs to."""
+
+    tensor_parallel: TensorParallel = Field(default_factory=TensorParallel)
