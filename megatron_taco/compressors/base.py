@@ -1,0 +1,116 @@
+"""What every compressor offers: tensor to bytes and back, with no process group in sight."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Compressor(ABC):
+    """A stateless code for FP32, BF16 and FP16 values, linear after decoding.
+
+    A *payload* is a contiguous ``uint8`` vector that holds codes and scales together, so one
+    message per peer is enough. Its size follows from the number of elements and the settings
+    alone. A *row* is one payload of several that are made or read in one call: one per peer.
+
+    Nothing here synchronises with the host: every method is the same torch code on every device.
+    Subclasses are frozen dataclasses; equal settings mean equal bytes.
+
+    Attributes:
+        name: What ``build`` and the configuration call this compressor.
+        block: Elements that share a scale. The error of a block depends on that block alone.
+    """
+
+    name: ClassVar[str]
+    block: int
+
+    @abstractmethod
+    def payload_bytes(self, numel: int) -> int:
+        """Return the size in bytes of the payload of ``numel`` elements (0 for 0)."""
+
+    @abstractmethod
+    def encode_rows(self, x: Tensor) -> Tensor:
+        """Encode each row of ``x`` [R, n] into its own payload: uint8 [R, payload_bytes(n)].
+
+        Raises:
+            TypeError: If ``x`` is not FP32, BF16 or FP16.
+            ValueError: If ``x`` has not two dimensions.
+        """
+
+    @abstractmethod
+    def decode_rows(self, payloads: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Decode uint8 [R, payload_bytes(numel)] to values of ``dtype`` [R, numel].
+
+        Raises:
+            TypeError: If the payloads are not uint8 or ``dtype`` is not FP32, BF16 or FP16.
+            ValueError: If the payloads have another shape than expected.
+        """
+
+    @abstractmethod
+    def decode_sum(self, payloads: Tensor, numel: int) -> Tensor:
+        """Sum the decoded values of uint8 [P, payload_bytes(numel)] to FP32 [numel].
+
+        The sum is of decoded values, never of codes, in FP32 and in the order 0 .. P-1.
+        """
+
+    @abstractmethod
+    def reduce_encode(self, payloads: Tensor, numel: int) -> Tensor:
+        """Decode uint8 [P, bytes], sum as ``decode_sum`` does, encode again: uint8 [bytes]."""
+
+    @abstractmethod
+    def nonfinite_blocks(self, payloads: Tensor, numel: int) -> Tensor:
+        """Count blocks marked non-finite in uint8 [R, bytes]: 0-dim int64, not synchronised."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Encode ``x`` of any shape, flattened, into one payload: uint8 [payload_bytes(n)]."""
+        return self.encode_rows(x.reshape(1, -1))[0]
+
+    def decode(self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Decode one payload, uint8 [payload_bytes(n)], to a tensor of ``shape`` and ``dtype``.
+
+        Raises:
+            TypeError: If the payload is not uint8 or ``dtype`` is not FP32, BF16 or FP16.
+            ValueError: If the payload has another size than ``shape`` asks for.
+        """
+        if payload.dim() != 1:
+            raise ValueError(
+                f"{self.name}: a payload has one dimension, found shape {tuple(payload.shape)}"
+            )
+        numel = prod(shape)
+        return self.decode_rows(payload.unsqueeze(0), numel, dtype).reshape(tuple(shape))
+
+    def check_values(self, x: Tensor) -> None:
+        """Refuse what ``encode_rows`` cannot encode, with what was found and what is allowed."""
+        self.check_dtype(x.dtype, f"a tensor of shape {tuple(x.shape)}")
+        if x.dim() != 2:
+            raise ValueError(
+                f"{self.name}: encode_rows takes a [rows, numel] tensor, "
+                f"found shape {tuple(x.shape)}"
+            )
+
+    def check_dtype(self, dtype: torch.dtype, what: str) -> None:
+        """Refuse any ``dtype`` but FP32, BF16 and FP16; ``what`` says where it was found."""
+        if dtype not in VALUE_DTYPES:
+            allowed = ", ".join(str(d) for d in VALUE_DTYPES)
+            raise TypeError(f"{self.name}: {what} has dtype {dtype}, allowed are {allowed}")
+
+    def check_payloads(self, payloads: Tensor, numel: int) -> None:
+        """Refuse payloads that are not uint8 [rows, payload_bytes(numel)] with rows >= 1."""
+        if numel < 0:
+            raise ValueError(f"{self.name}: numel is {numel}, allowed is 0 or more")
+        if payloads.dtype != torch.uint8:
+            raise TypeError(
+                f"{self.name}: payloads of shape {tuple(payloads.shape)} have dtype "
+                f"{payloads.dtype}, allowed is torch.uint8"
+            )
+        expected = self.payload_bytes(numel)
+        if payloads.dim() != 2 or payloads.shape[0] < 1 or payloads.shape[1] != expected:
+            raise ValueError(
+                f"{self.name}: payloads have shape {tuple(payloads.shape)}, expected "
+                f"[rows >= 1, {expected} bytes] for {numel} elements"
+            )

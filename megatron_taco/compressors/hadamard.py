@@ -1,0 +1,48 @@
+"""The block transform: orthonormal Sylvester (natural order) Hadamard, in one fixed order.
+
+The order of the butterflies is part of the definition of the code: FP32 addition is not
+associative, so another order would give other codes.
+"""
+
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+
+def hadamard_(columns: Tensor) -> Tensor:
+    """Transform each column of FP32 [B, N], B a power of two: H_B x / sqrt(B), its own inverse.
+
+    For h = 1, 2, 4 .. B/2 in this order every pair (a, b) of elements i and i + h, i having bit
+    h clear, becomes (a + b, a - b), each one FP32 operation; then one FP32 multiplication by
+    1/sqrt(B) rounded to FP32.
+
+    Args:
+        columns: Contiguous; used as scratch, its contents are lost.
+
+    Returns:
+        The transformed columns [B, N], in ``columns`` itself or in a new tensor.
+    """
+    block, count = columns.shape
+    source, target = columns, torch.empty_like(columns)
+    h = 1
+    while h < block:
+        pairs = source.view(block // (2 * h), 2, h * count)
+        result = target.view(block // (2 * h), 2, h * count)
+        torch.add(pairs[:, 0], pairs[:, 1], out=result[:, 0])
+        torch.sub(pairs[:, 0], pairs[:, 1], out=result[:, 1])
+        source, target = target, source
+        h *= 2
+    return source.mul_(1.0 / sqrt(block))
+
+
+def sum_of_squares(columns: Tensor) -> Tensor:
+    """Return the sum of squares of each column of FP32 [B, N]: FP32 [N], in a fixed order.
+
+    Each square is rounded to FP32 (no fused multiply-add); then for h = 1, 2, 4 .. B/2 element i
+    takes element i + h on, i a multiple of 2h: the ``a + b`` half of the butterflies above.
+    """
+    total = columns.square()
+    while total.shape[0] > 1:
+        total = total[0::2] + total[1::2]
+    return total[0]

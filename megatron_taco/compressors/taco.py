@@ -1,0 +1,290 @@
+"""TACO: block Hadamard rotation, per-block scale, few-bit codes (arXiv 2604.24088).
+
+The arithmetic below is a definition: kernels have to give the same bytes. All of it is FP32 with
+round to nearest even, subnormals kept, no fused multiply-add and no approximate division.
+
+Encoding one block x of B consecutive elements, the last one padded with zeros:
+
+    a_x = max |x|
+    e   = clamp(floor(log2 a_x), -100, 126)             from the exponent bits, blocks.py
+    z   = x * 2^-e                                      one exact power of two; |z| < 4
+    dual:   alpha = min(M / sqrt(mean z^2), 2^20);  z = z * alpha
+    y   = H_B z / sqrt(B)                               hadamard.py; y = z without rotation
+    s   = max |y| / T
+    q_i = round(clamp(y_i / s', -T, T))                 formats.py
+
+    dual:         sends s and alpha * 2^-e, FP32;       s' = s
+    merged_fp32:  sends c = s * 2^e, FP32;              s' = c * 2^-e
+    merged_bf16:  sends c = s * 2^e rounded to BF16;    s' = c * 2^-e: rounded before quantising
+
+Decoding one payload:
+
+    dual:     x = (H_B (s q) / sqrt(B)) / alpha
+    merged:   e = clamp(floor(log2 c) + floor(log2 T), -100, 126)
+              x = (H_B ((c * 2^-e) q) / sqrt(B)) * 2^e  so nothing overflows that the result holds
+
+Summing P payloads, in the rotated domain (H is linear and shared, so it is left out; papers.md
+4.1): with c_p the merged scale, s_p / alpha_p if dual, and one e for all ranks (scales.py),
+
+    z = (c_0 2^-e) q_0 + (c_1 2^-e) q_1 + ...           each product rounded, ranks in order
+    decode_sum:      x = (H_B z / sqrt(B)) * 2^e        one inverse transform
+    reduce_encode:   as encoding from z on, with H left out
+
+Special blocks: an all-zero block, or one whose scale underflows to 0, has codes and scale 0 and
+decodes to +0. A NaN or an infinity in a block, or a merged scale beyond FP32, makes its scale the
+canonical NaN and its codes 0 (alpha is 1): all of it decodes to NaN, and sums pass it on.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_taco.compressors import published
+from megatron_taco.compressors.base import Compressor
+from megatron_taco.compressors.blocks import (
+    absolute_maximum,
+    clamp_exponent,
+    floor_exponent,
+    from_columns,
+    power_of_two,
+    to_columns,
+)
+from megatron_taco.compressors.formats import FORMAT_NAMES, CodeFormat, code_format
+from megatron_taco.compressors.hadamard import hadamard_
+from megatron_taco.compressors.layout import Layout
+from megatron_taco.compressors.scales import (
+    adaptive_scale,
+    dual_relative,
+    merged_relative,
+    quant_scale,
+)
+
+BLOCKS = (32, 64, 128, 256, 512)
+ROTATIONS = ("hadamard", "none")
+SCALES = {
+    "dual": (torch.float32, torch.float32),
+    "merged_fp32": (torch.float32,),
+    "merged_bf16": (torch.bfloat16,),
+}
+PUBLISHED_FORMATS = ("e4m3", "e5m2")
+
+
+@dataclass(frozen=True)
+class Taco(Compressor):
+    """The TACO compressor; the arithmetic is in this module's docstring.
+
+    A payload of n elements in g = ceil(n / B) blocks is [codes: g * B * bits / 8 bytes][scales:
+    g FP32 s, then g FP32 alpha (dual) | g FP32 c | g BF16 c].
+
+    Attributes:
+        format: Code format: e4m3, e5m2, int8, int6 or int4.
+        block: Elements per block B, also the size of the transform: 32, 64, 128, 256 or 512.
+        rotation: ``hadamard``, or ``none`` for block scaling alone.
+        scales: ``dual`` sends s and alpha as published; ``merged_fp32`` and ``merged_bf16`` send
+            their ratio, which is all that decoding needs (papers.md 1.7, trap 3).
+        published_clips: Reproduce the released code's clips and its NaN to 0 (published.py).
+            Needs dual scales and an FP8 format.
+
+    Raises:
+        ValueError: If a field has a value that is not allowed, or two fields exclude each other.
+    """
+
+    name: ClassVar[str] = "taco"
+    format: str = "e4m3"
+    block: int = 256
+    rotation: str = "hadamard"
+    scales: str = "dual"
+    published_clips: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field, then the combinations."""
+        self._allow("format", self.format, FORMAT_NAMES)
+        self._allow("block", self.block, BLOCKS)
+        self._allow("rotation", self.rotation, ROTATIONS)
+        self._allow("scales", self.scales, tuple(SCALES))
+        self._allow("published_clips", self.published_clips, (False, True))
+        if self.published_clips and self.scales != "dual":
+            raise ValueError(
+                f"taco: published_clips needs scales to be 'dual', found {self.scales!r}"
+            )
+        if self.published_clips and self.format not in PUBLISHED_FORMATS:
+            raise ValueError(
+                f"taco: published_clips needs format to be one of "
+                f"{', '.join(PUBLISHED_FORMATS)}, found {self.format!r}"
+            )
+
+    def _allow(self, field: str, value: object, allowed: tuple[object, ...]) -> None:
+        if not any(type(value) is type(a) and value == a for a in allowed):
+            raise ValueError(
+                f"taco: {field} is {value!r}, allowed are {', '.join(str(a) for a in allowed)}"
+            )
+
+    @cached_property
+    def _code(self) -> CodeFormat:
+        return code_format(self.format)
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return Layout(self.block, self._code.bits, SCALES[self.scales])
+
+    @property
+    def _dual(self) -> bool:
+        return self.scales == "dual"
+
+    @property
+    def _rotate(self) -> bool:
+        return self.rotation == "hadamard"
+
+    def payload_bytes(self, numel: int) -> int:
+        """Return ceil(n / B) * (B * bits / 8 + bytes of a block's scales).
+
+        Raises:
+            ValueError: If ``numel`` is negative.
+        """
+        if numel < 0:
+            raise ValueError(f"taco: numel is {numel}, allowed is 0 or more")
+        return self._layout.payload_bytes(numel)
+
+    def encode_rows(self, x: Tensor) -> Tensor:
+        """Encode each row of ``x`` [R, n] into its own payload: uint8 [R, payload_bytes(n)].
+
+        Args:
+            x: FP32, BF16 or FP16, of any strides; its gradient history is ignored.
+
+        Raises:
+            TypeError: If ``x`` is of another dtype.
+            ValueError: If ``x`` has not two dimensions.
+        """
+        self.check_values(x)
+        rows, numel = x.shape
+        if x.numel() == 0:
+            return x.new_empty(rows, self.payload_bytes(numel), dtype=torch.uint8)
+        columns = to_columns(x.detach(), self.block)
+        if self.published_clips:
+            codes, *scales = published.encode_columns(
+                columns, rows, numel, self._code, self._rotate
+            )
+            return self._layout.write(rows, numel, codes, tuple(scales))
+        e = clamp_exponent(floor_exponent(absolute_maximum(columns)))
+        return self._emit(columns * power_of_two(-e), e, rows, numel, self._rotate)
+
+    def _emit(self, z: Tensor, e: Tensor, rows: int, numel: int, rotate: bool) -> Tensor:
+        """Scale, rotate if asked to, quantise and lay out z * 2^e [B, R * g]; uses ``z`` up."""
+        alpha = None
+        if self._dual:
+            alpha = adaptive_scale(z, self._code.target)
+            z.mul_(alpha)
+        y = hadamard_(z) if rotate else z
+        scale = quant_scale(absolute_maximum(y), self._code.limit)
+        divisor = scale
+        if alpha is None:
+            scale = (scale * power_of_two(e)).to(SCALES[self.scales][0])
+            divisor = scale.float() * power_of_two(-e)
+        finite = scale.isfinite()
+        usable = finite & (scale > 0)
+        codes = self._code.pack(y.div_(torch.where(usable, divisor, 1.0)))
+        codes.mul_(usable.to(torch.uint8))
+        sent: tuple[Tensor, ...] = (torch.where(finite, scale, torch.nan),)
+        if alpha is not None:
+            sent += (torch.where(finite, alpha * power_of_two(-e), 1.0),)
+        return self._layout.write(rows, numel, codes, sent)
+
+    def decode_rows(self, payloads: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Decode uint8 [R, payload_bytes(numel)] to values of ``dtype`` [R, numel].
+
+        Raises:
+            TypeError: If the payloads are not uint8 or ``dtype`` is not FP32, BF16 or FP16.
+            ValueError: If the payloads have another shape than expected.
+        """
+        self.check_payloads(payloads, numel)
+        self.check_dtype(dtype, "the output asked for")
+        rows = payloads.shape[0]
+        if numel == 0:
+            return torch.empty(rows, 0, dtype=dtype, device=payloads.device)
+        q = self._code.unpack(self._layout.read_codes(payloads, numel))
+        scales = self._layout.read_scales(payloads, numel)
+        if self.published_clips:
+            s, alpha = (scale.reshape(-1) for scale in scales)
+            values = published.decode_columns(q, s, alpha, self._rotate)
+        elif self._dual:
+            s, alpha = (scale.reshape(-1) for scale in scales)
+            values = self._unrotate(q.mul_(s)).div_(alpha)
+        else:
+            relative, e = merged_relative(scales[0], self._code.limit, shared=False)
+            values = self._unrotate(q.mul_(relative.reshape(-1)))
+            values.mul_(power_of_two(e).reshape(-1))
+        return from_columns(values, rows, numel, dtype)
+
+    def _unrotate(self, z: Tensor) -> Tensor:
+        return hadamard_(z) if self._rotate else z
+
+    def _rotated_sum(self, payloads: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return FP32 z [B, g] and e [g]: the sum over the rows, rotated, is z * 2^e."""
+        q = self._code.unpack(self._layout.read_codes(payloads, numel))
+        scales = self._layout.read_scales(payloads, numel)
+        if self._dual:
+            relative, e = dual_relative(scales[0], scales[1], self._code.limit)
+        else:
+            relative, e = merged_relative(scales[0], self._code.limit, shared=True)
+        terms = q.view(self.block, *relative.shape).mul_(relative)
+        total = terms[:, 0].contiguous()
+        for rank in range(1, payloads.shape[0]):
+            total = total + terms[:, rank]
+        return total, e.reshape(-1)
+
+    def _published_sum(self, payloads: Tensor, numel: int) -> Tensor:
+        """Sum decoded rows in rank order, as the released code does: FP32 [numel]."""
+        values = self.decode_rows(payloads, numel, torch.float32)
+        total = values[0]
+        for rank in range(1, payloads.shape[0]):
+            total = total + values[rank]
+        return total
+
+    def decode_sum(self, payloads: Tensor, numel: int) -> Tensor:
+        """Sum the values of uint8 [P, payload_bytes(numel)] in the order 0 .. P-1: FP32 [numel].
+
+        The sum is taken before the one inverse transform; equal to decoding first but for FP32
+        rounding.
+
+        Raises:
+            TypeError: If the payloads are not uint8.
+            ValueError: If the payloads have another shape than expected.
+        """
+        self.check_payloads(payloads, numel)
+        if numel == 0:
+            return torch.empty(0, dtype=torch.float32, device=payloads.device)
+        if self.published_clips:
+            return self._published_sum(payloads, numel)
+        z, e = self._rotated_sum(payloads, numel)
+        values = self._unrotate(z).mul_(power_of_two(e))
+        return from_columns(values, 1, numel, torch.float32)[0]
+
+    def reduce_encode(self, payloads: Tensor, numel: int) -> Tensor:
+        """Encode the sum of uint8 [P, payload_bytes(numel)] again: uint8 [payload_bytes(numel)].
+
+        No transform is needed, but with ``published_clips``, which decodes and encodes.
+
+        Raises:
+            TypeError: If the payloads are not uint8.
+            ValueError: If the payloads have another shape than expected.
+        """
+        self.check_payloads(payloads, numel)
+        if numel == 0:
+            return payloads.new_empty(0)
+        if self.published_clips:
+            return self.encode(self._published_sum(payloads, numel))
+        z, e = self._rotated_sum(payloads, numel)
+        return self._emit(z, e, 1, numel, rotate=False)[0]
+
+    def nonfinite_blocks(self, payloads: Tensor, numel: int) -> Tensor:
+        """Count the blocks of uint8 [R, bytes] whose scale is NaN: 0-dim int64, not synchronised.
+
+        Raises:
+            TypeError: If the payloads are not uint8.
+            ValueError: If the payloads have another shape than expected.
+        """
+        self.check_payloads(payloads, numel)
+        return self._layout.read_scales(payloads, numel)[0].isnan().sum()
