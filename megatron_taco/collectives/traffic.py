@@ -1,0 +1,83 @@
+"""How many bytes a collective makes a rank send, plain and compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends in one collective.
+
+    Attributes:
+        raw: What a ring would send for the plain tensor, whatever the backend really does.
+        wire: What the compressed collective sends.
+    """
+
+    raw: int
+    wire: int
+
+
+def slice_elements(numel: int, world_size: int, block: int) -> int:
+    """Returns the elements of a two-shot all-reduce's slice: whole blocks, the same on all ranks.
+
+    Args:
+        numel: Elements of the tensor.
+        world_size: Number of ranks, P.
+        block: Elements of a block, B.
+
+    Returns:
+        ``ceil(ceil(numel / B) / P) * B``. P slices hold the tensor and, after it, zeros.
+    """
+    blocks = -(-numel // block)
+    return -(-blocks // world_size) * block
+
+
+def traffic(
+    op: str,
+    algorithm: str,
+    numel: int,
+    itemsize: int,
+    world_size: int,
+    payload_bytes: Callable[[int], int],
+    *,
+    block: int,
+) -> Traffic:
+    """Returns what this rank sends; it is the same on all ranks.
+
+    Args:
+        op: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
+        algorithm: ``one_shot`` or ``two_shot``; read for ``all_reduce`` only.
+        numel: Elements of the whole tensor: of the input of a reduce-scatter, of the output of
+            an all-gather.
+        itemsize: Bytes of an element.
+        world_size: Number of ranks of the group, P.
+        payload_bytes: Bytes that the compressor makes of so many elements.
+        block: The compressor's block, in elements.
+
+    Returns:
+        The bytes. ``raw`` is 2(P-1)/P of the tensor for an all-reduce (rounded up to a byte) and
+        P-1 slices for the others.
+
+    Raises:
+        ValueError: ``op`` or ``algorithm`` is unknown, or the tensor has no P equal slices.
+    """
+    others = world_size - 1
+    if op == "all_reduce":
+        raw = -(-2 * others * numel * itemsize // world_size)
+        if world_size == 1 or numel == 0:
+            return Traffic(raw, 0)
+        if algorithm == "one_shot":
+            return Traffic(raw, others * payload_bytes(numel))
+        if algorithm == "two_shot":
+            width = slice_elements(numel, world_size, block)
+            return Traffic(raw, 2 * others * payload_bytes(width))
+        raise ValueError(f"algorithm: got {algorithm!r}, allowed: one_shot, two_shot")
+    if op not in ("reduce_scatter", "all_gather"):
+        raise ValueError(f"op: got {op!r}, allowed: all_reduce, reduce_scatter, all_gather")
+    if numel % world_size:
+        raise ValueError(f"{op} of {numel} elements: not {world_size} equal slices")
+    width = numel // world_size
+    wire = others * payload_bytes(width) if width else 0
+    return Traffic(others * width * itemsize, wire)
