@@ -1,0 +1,1 @@
+"""Replacements inside Megatron: counted, checked before the first change, undone exactly."""

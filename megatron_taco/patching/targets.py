@@ -1,0 +1,301 @@
+"""Every place of Megatron-LM that this package may replace, and what it relies on there.
+
+A target is an attribute which Megatron looks up at call time: a module global or a class
+attribute. Upstream bodies are never copied; our replacements wrap what they find. What a wrapper
+takes for granted about its surroundings (who calls the attribute, with which tensors) is named in
+`depends_on`, whose source is fingerprinted (`fingerprints.py`), so that a Megatron that moved is
+refused before anything changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Axis = Literal["tensor", "pipeline", "data", "telemetry", "startup"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One replaceable attribute of Megatron-LM.
+
+    Attributes:
+        name: Our name for it, `<axis>.<what>`.
+        module: Dotted module that holds the attribute.
+        attribute: Dotted path inside that module: a global, or `Class.method`.
+        versions: PEP 440 specifier of the megatron-core versions it is known in.
+        depends_on: Dotted objects of `module` whose source is fingerprinted because the wrapper
+            relies on them; empty means `attribute` itself.
+        parameters: Parameter names which the target must have; empty means unchecked.
+        axis: What the target belongs to.
+        why: One line for people, shown by `megatron-taco doctor`.
+    """
+
+    name: str
+    module: str
+    attribute: str
+    versions: str
+    depends_on: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    axis: Axis
+    why: str
+
+    @property
+    def path(self) -> str:
+        """The dotted place in Megatron: `module.attribute`."""
+        return f"{self.module}.{self.attribute}"
+
+    @property
+    def fingerprinted(self) -> tuple[str, ...]:
+        """The dotted objects of `module` whose source must be a known one."""
+        return self.depends_on or (self.attribute,)
+
+
+SUPPORTED = ">=0.18,<0.20"
+"""The megatron-core versions all targets are known in."""
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_MAPPINGS = "megatron.core.tensor_parallel.mappings"
+_LINEAR = "LinearWithGradAccumulationAndAsyncCommunication"
+_COLLECTIVE = ("output_tensor", "input_tensor", "group", "async_op")
+_SCATTER = ("output", "input", "group", "async_op")
+
+
+TARGETS: tuple[Target, ...] = (
+    Target(
+        name="tensor.layers.all_gather",
+        module=_LAYERS,
+        attribute="dist_all_gather_func",
+        versions=SUPPORTED,
+        depends_on=(f"{_LINEAR}.forward", f"{_LINEAR}.backward"),
+        parameters=_COLLECTIVE,
+        axis="tensor",
+        why="sequence-parallel all-gather of a column linear's input, forward and re-gather",
+    ),
+    Target(
+        name="tensor.layers.reduce_scatter",
+        module=_LAYERS,
+        attribute="dist_reduce_scatter_func",
+        versions=SUPPORTED,
+        depends_on=(f"{_LINEAR}.backward",),
+        parameters=_SCATTER,
+        axis="tensor",
+        why="sequence-parallel reduce-scatter of a column linear's input gradient",
+    ),
+    Target(
+        name="tensor.layers.torch",
+        module=_LAYERS,
+        attribute="torch",
+        versions=SUPPORTED,
+        depends_on=(f"{_LINEAR}.backward", "LinearWithFrozenWeight.backward"),
+        axis="tensor",
+        why="all-reduce of a column linear's input gradient (torch.distributed.all_reduce)",
+    ),
+    Target(
+        name="tensor.mappings.all_gather",
+        module=_MAPPINGS,
+        attribute="dist_all_gather_func",
+        versions=SUPPORTED,
+        depends_on=("_gather_along_first_dim", "_gather_along_last_dim"),
+        parameters=_COLLECTIVE,
+        axis="tensor",
+        why="all-gather of activations and of their gradients between tensor-parallel regions",
+    ),
+    Target(
+        name="tensor.mappings.reduce_scatter",
+        module=_MAPPINGS,
+        attribute="dist_reduce_scatter_func",
+        versions=SUPPORTED,
+        depends_on=("_reduce_scatter_along_first_dim", "_reduce_scatter_along_last_dim"),
+        parameters=_SCATTER,
+        axis="tensor",
+        why="sequence-parallel reduce-scatter of a row linear's partial sums",
+    ),
+    Target(
+        name="tensor.mappings.torch",
+        module=_MAPPINGS,
+        attribute="torch",
+        versions=SUPPORTED,
+        depends_on=("_reduce",),
+        axis="tensor",
+        why="all-reduce of a row linear's partial sums (torch.distributed.all_reduce)",
+    ),
+    Target(
+        name="tensor.linear_function",
+        module=_LAYERS,
+        attribute=_LINEAR,
+        versions=SUPPORTED,
+        depends_on=(_LINEAR, "linear_with_grad_accumulation_and_async_allreduce"),
+        axis="tensor",
+        why="tells forward from backward and the gather's role in the column linear",
+    ),
+    Target(
+        name="tensor.linear_frozen_function",
+        module=_LAYERS,
+        attribute="LinearWithFrozenWeight",
+        versions=SUPPORTED,
+        depends_on=("LinearWithFrozenWeight", "linear_with_frozen_weight"),
+        axis="tensor",
+        why="tells forward from backward in a linear whose weight is frozen",
+    ),
+    Target(
+        name="tensor.reduce_function",
+        module=_MAPPINGS,
+        attribute="_ReduceFromModelParallelRegion",
+        versions=SUPPORTED,
+        depends_on=(
+            "_ReduceFromModelParallelRegion",
+            "reduce_from_tensor_model_parallel_region",
+        ),
+        axis="tensor",
+        why="tells the row linear's all-reduce from others",
+    ),
+    Target(
+        name="tensor.reduce_scatter_function",
+        module=_MAPPINGS,
+        attribute="_ReduceScatterToSequenceParallelRegion",
+        versions=SUPPORTED,
+        depends_on=(
+            "_ReduceScatterToSequenceParallelRegion",
+            "reduce_scatter_to_sequence_parallel_region",
+        ),
+        axis="tensor",
+        why="tells the row linear's reduce-scatter and its backward all-gather from others",
+    ),
+    Target(
+        name="tensor.copy_function",
+        module=_MAPPINGS,
+        attribute="_CopyToModelParallelRegion",
+        versions=SUPPORTED,
+        depends_on=("_CopyToModelParallelRegion", "copy_to_tensor_model_parallel_region"),
+        axis="tensor",
+        why="tells the all-reduce of a copied input's gradient from others",
+    ),
+    Target(
+        name="tensor.gather_function",
+        module=_MAPPINGS,
+        attribute="_GatherFromSequenceParallelRegion",
+        versions=SUPPORTED,
+        depends_on=(
+            "_GatherFromSequenceParallelRegion",
+            "gather_from_sequence_parallel_region",
+        ),
+        axis="tensor",
+        why="tells the all-gather of a linear with a frozen weight from others",
+    ),
+    Target(
+        name="tensor.scatter_function",
+        module=_MAPPINGS,
+        attribute="_ScatterToSequenceParallelRegion",
+        versions=SUPPORTED,
+        depends_on=(
+            "_ScatterToSequenceParallelRegion",
+            "scatter_to_sequence_parallel_region",
+        ),
+        axis="tensor",
+        why="tells the all-gather of the embedding's gradient from others",
+    ),
+    Target(
+        name="tensor.column_forward",
+        module=_LAYERS,
+        attribute="ColumnParallelLinear.forward",
+        versions=SUPPORTED,
+        depends_on=("ColumnParallelLinear.forward", "ColumnParallelLinear._forward_impl"),
+        parameters=("input_", "weight", "runtime_gather_output"),
+        axis="tensor",
+        why="names the layer a collective belongs to (column-parallel linear)",
+    ),
+    Target(
+        name="tensor.row_forward",
+        module=_LAYERS,
+        attribute="RowParallelLinear.forward",
+        versions=SUPPORTED,
+        depends_on=("RowParallelLinear.forward", "RowParallelLinear._forward_impl"),
+        parameters=("input_",),
+        axis="tensor",
+        why="names the layer a collective belongs to (row-parallel linear)",
+    ),
+    Target(
+        name="tensor.embedding_forward",
+        module="megatron.core.models.common.embeddings.language_model_embedding",
+        attribute="LanguageModelEmbedding.forward",
+        versions=SUPPORTED,
+        parameters=("input_ids", "position_ids"),
+        axis="tensor",
+        why="gives the embedding's traffic a role of its own",
+    ),
+    Target(
+        name="tensor.gpt_init",
+        module="megatron.core.models.gpt.gpt_model",
+        attribute="GPTModel.__init__",
+        versions=SUPPORTED,
+        parameters=("config", "pre_process", "post_process"),
+        axis="tensor",
+        why="names the model's linears once it is built, the output layer among them",
+    ),
+    Target(
+        name="telemetry.training_log",
+        module="megatron.training.training",
+        attribute="training_log",
+        versions=SUPPORTED,
+        parameters=(
+            "loss_dict",
+            "learning_rate",
+            "iteration",
+            "loss_scale",
+            "skipped_iter",
+            "grad_norm",
+        ),
+        axis="telemetry",
+        why="writes a line of metrics whenever Megatron logs a step",
+    ),
+    Target(
+        name="telemetry.train_step",
+        module="megatron.training.training",
+        attribute="train_step",
+        versions=SUPPORTED,
+        parameters=("forward_step_func", "data_iterator", "model", "optimizer", "iteration"),
+        axis="telemetry",
+        why="marks where a training step begins and ends",
+    ),
+    Target(
+        name="telemetry.evaluate",
+        module="megatron.training.training",
+        attribute="evaluate",
+        versions=SUPPORTED,
+        parameters=("forward_step_func", "data_iterator", "model"),
+        axis="telemetry",
+        why="records the loss on a held-out set",
+    ),
+    Target(
+        name="telemetry.evaluate_and_print_results",
+        module="megatron.training.training",
+        attribute="evaluate_and_print_results",
+        versions=SUPPORTED,
+        parameters=("prefix", "iteration"),
+        axis="telemetry",
+        why="tells which held-out set is evaluated, and after which step",
+    ),
+    Target(
+        name="startup.compile_helpers",
+        module="megatron.core.datasets.utils",
+        attribute="compile_helpers",
+        versions=SUPPORTED,
+        axis="startup",
+        why="the wheel has helpers_cpp prebuilt and no Makefile, and Megatron would exit",
+    ),
+)
+
+_BY_NAME = {target.name: target for target in TARGETS}
+
+
+def get(name: str) -> Target:
+    """Return the target of that name.
+
+    Raises:
+        KeyError: No such target; the message lists those that exist.
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise KeyError(f"no target is named {name!r}; targets: {', '.join(_BY_NAME)}") from None

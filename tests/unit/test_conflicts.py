@@ -1,0 +1,103 @@
+"""Features that compression cannot see into are refused, naming the line and what to change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_taco.config import Config, load
+from megatron_taco.patching import conflicts
+
+
+def config(tmp_path: Path, mode: str = "on", **megatron: Any) -> Config:
+    arguments = {"tensor_model_parallel_size": 2, **megatron}
+    document = {
+        "data": {"source": "mock", "tokenizer": "bytes"},
+        "model": {"preset": "gpt-tiny"},
+        "megatron": arguments,
+        "compression": {"tensor_parallel": {"mode": mode}},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    return load(path)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tp_comm_overlap": True}, "tp_comm_overlap: false"),
+    ({"transformer_impl": "transformer_engine"}, "transformer_impl: local"),
+    ({"transformer_impl": "inference_optimized"}, "transformer_impl: local"),
+    ({"cuda_graph_impl": "local"}, "cuda_graph_impl: none"),
+    ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl: none"),
+    ({"enable_cuda_graph": True}, "remove megatron.enable_cuda_graph"),
+    ({"external_cuda_graph": True}, "remove megatron.external_cuda_graph"),
+    ({"use_megatron_fsdp": True}, "use_megatron_fsdp: false"),
+    ({"use_custom_fsdp": True}, "remove megatron.use_custom_fsdp"),
+    ({"use_torch_fsdp2": True}, "use_torch_fsdp2: false"),
+    ({"tensor_parallel_num_weight_shards": 4}, "tensor_parallel_num_weight_shards: 2"),
+    (
+        {"expert_tensor_parallel_size": 1, "expert_tensor_parallel_num_weight_shards": 2},
+        "expert_tensor_parallel_num_weight_shards: 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "change"), REFUSED)
+def test_refused_with_line_reason_and_change(
+    tmp_path: Path, arguments: dict[str, Any], change: str
+) -> None:
+    loaded = config(tmp_path, **arguments)
+    (message,) = conflicts.check(loaded)
+    key = f"megatron.{list(arguments)[-1]}"
+    assert message.startswith(f"{loaded.where(key)}: {key}: ")
+    assert change in message
+    assert conflicts.check(config(tmp_path, mode="off", **arguments)) == []
+
+
+def test_one_rank_has_nothing_to_compress(tmp_path: Path) -> None:
+    loaded = config(tmp_path, tensor_model_parallel_size=1)
+    (message,) = conflicts.check(loaded)
+    assert message.startswith(loaded.where("compression.tensor_parallel.mode"))
+    assert "nothing to compress" in message
+    assert conflicts.check(config(tmp_path, mode="off", tensor_model_parallel_size=1)) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sequence_parallel": True},
+        {"transformer_impl": "local", "cuda_graph_impl": "none", "tp_comm_overlap": False},
+        {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
+        {"recompute_granularity": "full"},
+        {"tensor_parallel_num_weight_shards": 2},
+    ],
+)
+def test_what_goes_together_passes_without_a_word(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    loaded = config(tmp_path, **arguments)
+    assert conflicts.check(loaded) == conflicts.notes(loaded) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"expert_model_parallel_size": 2, "num_experts": 4}, "all-to-all"),
+        ({"num_experts": 4}, "all-to-all"),
+        ({"distribute_saved_activations": True}, "saved activations"),
+        ({"defer_embedding_wgrad_compute": True}, "after the pipeline"),
+    ],
+)
+def test_what_stays_exact_is_noted_and_not_refused(
+    tmp_path: Path, arguments: dict[str, Any], word: str
+) -> None:
+    loaded = config(tmp_path, **arguments)
+    assert conflicts.check(loaded) == []
+    (note,) = conflicts.notes(loaded)
+    assert word in note
+    assert conflicts.notes(config(tmp_path, mode="off", **arguments)) == []
+
+
+def test_all_reasons_come_at_once(tmp_path: Path) -> None:
+    loaded = config(tmp_path, tp_comm_overlap=True, use_torch_fsdp2=True)
+    assert len(conflicts.check(loaded)) == 2

@@ -1,0 +1,226 @@
+"""`megatron-taco` and its `doctor`: what is printed, exit codes, and what is not imported."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+from megatron_taco.cli import COMMANDS, doctor, machine, main
+from megatron_taco.patching import inspection
+from megatron_taco.patching.targets import TARGETS
+
+CONFIG = """\
+data: {source: mock, tokenizer: bytes}
+model: {preset: gpt-tiny}
+megatron:
+  tensor_model_parallel_size: 2
+  tp_comm_overlap: false
+compression: {tensor_parallel: {mode: on}}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def fake_megatron(root: Path, version: tuple[int, int, int]) -> Path:
+    core = root / "megatron" / "core"
+    (core / "datasets").mkdir(parents=True)
+    major, minor, patch = version
+    (core / "package_info.py").write_text(
+        f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\n"
+    )
+    return core
+
+
+@pytest.fixture
+def use_root(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path | None], None]:
+    def use(root: Path | None) -> None:
+        monkeypatch.setattr(inspection, "megatron_root", lambda: root)
+        monkeypatch.setattr(doctor, "megatron_root", lambda: root)
+
+    return use
+
+
+def test_installed_megatron_fits_and_json_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert [target["name"] for target in report["targets"]] == [t.name for t in TARGETS]
+    assert {target["status"] for target in report["targets"]} == {"ok"}
+    assert all(not Path(target["file"]).is_absolute() for target in report["targets"])
+    facts = {fact["name"]: fact for fact in report["machine"]}
+    assert {"python", "torch", "NCCL", "gloo", "triton", "psutil"} <= facts.keys()
+    assert code == (0 if report["ok"] else 1)
+    assert report["ok"] == (report["problems"] == [])
+
+
+def test_table_names_every_target_and_file(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    text = capsys.readouterr().out.replace("\n", "")
+    for target in TARGETS:
+        assert target.name in text
+    assert "gloo" in text
+
+
+def test_config_that_fits(capsys: pytest.CaptureFixture[str], config_file: Path) -> None:
+    main(["doctor", "--json", "--config", str(config_file)])
+    report = json.loads(capsys.readouterr().out)
+    assert report["config"] == str(config_file)
+    assert report["conflicts"] == []
+
+
+def test_conflict_gives_exit_code_1_and_names_the_line(
+    capsys: pytest.CaptureFixture[str], config_file: Path
+) -> None:
+    config_file.write_text(CONFIG.replace("overlap: false", "overlap: true"))
+    assert main(["doctor", "--config", str(config_file)]) == 1
+    text = capsys.readouterr().out
+    assert f"{config_file}:5: megatron.tp_comm_overlap: true" in text
+    assert "set megatron.tp_comm_overlap: false" in text
+
+
+def test_overrides_are_the_trainers(capsys: pytest.CaptureFixture[str], config_file: Path) -> None:
+    arguments = ["doctor", "--json", "--config", str(config_file)]
+    assert main([*arguments, "megatron.tp_comm_overlap=true"]) == 1
+    (message,) = json.loads(capsys.readouterr().out)["conflicts"]
+    assert message.startswith("command line")
+
+
+def test_asking_for_a_gpu_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "has_cuda", lambda: False)
+    arguments = ["doctor", "--json", "--config", str(config_file), "run.device=cuda"]
+    assert main(arguments) == 1
+    (message,) = json.loads(capsys.readouterr().out)["conflicts"]
+    assert "torch sees no GPU" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["doctor", "--config", "no-such-file.yaml"], "no-such-file.yaml"),
+        (["doctor", "a.b=c"], "overrides need --config"),
+    ],
+)
+def test_user_errors_are_one_message_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["docter"])
+    assert caught.value.code == 2
+    assert "nearest: doctor" in capsys.readouterr().err
+
+
+def test_no_megatron(
+    capsys: pytest.CaptureFixture[str], use_root: Callable[[Path | None], None]
+) -> None:
+    use_root(None)
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["megatron_core"] is None
+    assert {target["status"] for target in report["targets"]} == {"missing"}
+    assert "pip install 'megatron-core>=0.18,<0.20'" in report["problems"][0]
+
+
+def test_unsupported_version(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, use_root: Callable[[Path | None], None]
+) -> None:
+    fake_megatron(tmp_path, (0, 16, 1))
+    use_root(tmp_path)
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["megatron_core"] == "0.16.1"
+    assert {target["status"] for target in report["targets"]} == {"unsupported"}
+
+
+def test_changed_and_missing_sources_are_told_apart(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, use_root: Callable[[Path | None], None]
+) -> None:
+    core = fake_megatron(tmp_path, (0, 19, 5))
+    (core / "datasets" / "utils.py").write_text("def compile_helpers():\n    return 1\n")
+    use_root(tmp_path)
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    status = {target["name"]: target for target in report["targets"]}
+    assert status["startup.compile_helpers"]["status"] == "changed"
+    assert "compile_helpers (" in status["startup.compile_helpers"]["detail"]
+    assert status["tensor.row_forward"]["status"] == "missing"
+    (helpers,) = [fact for fact in report["machine"] if fact["name"] == "dataset helpers"]
+    assert helpers["level"] == "problem"
+    assert all("compile_helpers" not in repair for repair in report["repairs"])
+
+
+@pytest.mark.parametrize("wheel", [True, False])
+def test_start_up_repair_is_planned_for_a_wheel_alone(tmp_path: Path, wheel: bool) -> None:
+    core = fake_megatron(tmp_path, (0, 19, 2))
+    (core / "datasets" / "helpers_cpp.cpython-312-x86_64-linux-gnu.so").touch()
+    if not wheel:
+        (core / "datasets" / "Makefile").touch()
+    repairs = machine.planned_repairs(tmp_path, cuda=True)
+    assert len(repairs) == (1 if wheel else 0)
+    with_shim = machine.planned_repairs(tmp_path, cuda=False)
+    assert len(with_shim) == len(repairs) + 1
+
+
+@pytest.mark.parametrize(
+    ("content", "level", "text"),
+    [(None, "note", "not installed"), ("lib", "note", "another project"), ("amp", "ok", "inst")],
+)
+def test_apex_of_pypi_is_told_from_nvidias(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: str | None,
+    level: str,
+    text: str,
+) -> None:
+    assert util.find_spec("apex") is None, "this test makes an apex of its own"
+    if content:
+        (tmp_path / "apex" / content).mkdir(parents=True)
+        (tmp_path / "apex" / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+    (apex,) = [fact for fact in machine.describe_machine(None) if fact.name == "apex"]
+    assert apex.level == level
+    assert text in apex.value
+
+
+def test_help_lists_commands_and_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom megatron_taco.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit as error: assert error.code == 0\n"
+        "heavy = {'torch', 'megatron', 'megatron_taco.cli.doctor', 'pydantic'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert name in done.stdout
+
+
+def test_looking_at_targets_imports_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys\n"
+        "from megatron_taco.patching.fingerprints import known\n"
+        "from megatron_taco.patching.inspection import inspect_all\n"
+        "from megatron_taco.patching.registry import registry\n"
+        "from megatron_taco.patching.targets import TARGETS\n"
+        "assert {f.status for f in inspect_all(TARGETS, known())} == {'ok'}\n"
+        "assert 'torch' not in sys.modules and 'megatron.core' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
