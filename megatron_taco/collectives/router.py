@@ -1,0 +1,181 @@
+"""Sends each collective of a known role compressed or plain, and counts it.
+
+The one place where a call meets the run's settings: whether its role is on, whether it is large
+enough, and whether ``start_step`` has come.  The answer depends on settings, sizes and the step
+alone, so all ranks of a group give the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_taco.collectives.all_gather import all_gather
+from megatron_taco.collectives.all_reduce import all_reduce, choose_algorithm
+from megatron_taco.collectives.reduce_scatter import reduce_scatter
+from megatron_taco.collectives.traffic import traffic
+from megatron_taco.compressors import Compressor
+
+Plain = Callable[[], Any]
+
+
+class FlowCounter(Protocol):
+    """What the router tells a counter of one flow."""
+
+    seen: int
+    small: int
+    compressed: int
+    raw: int
+    wire: int
+    largest: int
+
+    def add_nonfinite(self, blocks: Tensor) -> None:
+        """Add a 0-dim count of blocks that held a NaN or an Inf."""
+
+    def add_error(self, exact: Tensor, decoded: Tensor) -> None:
+        """Add one sample of the codec's error."""
+
+
+@dataclass(kw_only=True)
+class Router:
+    """Routes the collectives of one parallel axis.
+
+    Attributes:
+        compressor: encodes every compressed message.
+        algorithm: ``auto``, ``one_shot`` or ``two_shot``, for all-reduce.
+        roles: the roles that are on; all others go plain.
+        min_bytes: messages below this size in bytes go plain.
+        start_step: first step, counted from 0, that is compressed.
+        step: the step that runs now; the training loop sets it.
+        sampling: whether errors are sampled in this step.
+        counter: gives the counter of a role's collective.
+    """
+
+    compressor: Compressor
+    algorithm: str
+    roles: frozenset[str]
+    min_bytes: int
+    start_step: int
+    counter: Callable[[str, str], FlowCounter]
+    step: int = 0
+    sampling: bool = False
+
+    def _plan(self, role: str, collective: str, tensor: Tensor) -> tuple[FlowCounter, bool]:
+        """Count the call; tell whether it goes compressed."""
+        count = self.counter(role, collective)
+        size = tensor.numel() * tensor.element_size()
+        count.seen += 1
+        count.largest = max(count.largest, size)
+        if role not in self.roles or self.step < self.start_step:
+            return count, False
+        if size < self.min_bytes:
+            count.small += 1
+            return count, False
+        count.compressed += 1
+        return count, True
+
+    def _account(
+        self,
+        count: FlowCounter,
+        collective: str,
+        tensor: Tensor,
+        group: ProcessGroup,
+        compressed: bool,
+    ) -> None:
+        world = group.size()
+        sent = traffic(
+            collective,
+            choose_algorithm(world, self.algorithm),
+            tensor.numel(),
+            tensor.element_size(),
+            world,
+            self.compressor.payload_bytes,
+            block=self.compressor.block,
+        )
+        count.raw += sent.raw
+        count.wire += sent.wire if compressed else sent.raw
+
+    def _observer(self, count: FlowCounter) -> Callable[[Tensor, int], None]:
+        def on_payload(payloads: Tensor, numel: int) -> None:
+            count.add_nonfinite(self.compressor.nonfinite_blocks(payloads, numel))
+
+        return on_payload
+
+    @torch.no_grad()
+    def _sample(self, count: FlowCounter, tensor: Tensor) -> None:
+        if self.sampling:
+            exact = tensor.detach().reshape(-1)
+            payload = self.compressor.encode(exact)
+            decoded = self.compressor.decode(payload, exact.shape, torch.float32)
+            count.add_error(exact.float(), decoded)
+
+    def all_reduce(
+        self, role: str, tensor: Tensor, group: ProcessGroup, async_op: bool, plain: Plain
+    ) -> Any:
+        """Sum ``tensor`` over ``group`` in place; see :func:`collectives.all_reduce`."""
+        count, compressed = self._plan(role, "all_reduce", tensor)
+        self._account(count, "all_reduce", tensor, group, compressed)
+        if not compressed:
+            return plain()
+        self._sample(count, tensor)
+        return all_reduce(
+            tensor,
+            group=group,
+            compressor=self.compressor,
+            algorithm=self.algorithm,
+            async_op=async_op,
+            on_payload=self._observer(count),
+        )
+
+    def reduce_scatter(
+        self,
+        role: str,
+        output: Tensor,
+        input: Tensor,
+        group: ProcessGroup,
+        async_op: bool,
+        plain: Plain,
+    ) -> Any:
+        """Sum ``input`` over ``group`` and keep this rank's slice in ``output``."""
+        count, compressed = self._plan(role, "reduce_scatter", input)
+        self._account(count, "reduce_scatter", input, group, compressed)
+        if not compressed:
+            return plain()
+        self._sample(count, input)
+        return reduce_scatter(
+            output,
+            input,
+            group=group,
+            compressor=self.compressor,
+            async_op=async_op,
+            on_payload=self._observer(count),
+        )
+
+    def all_gather(
+        self,
+        role: str,
+        output: Tensor,
+        input: Tensor,
+        group: ProcessGroup,
+        async_op: bool,
+        plain: Plain,
+    ) -> Any:
+        """Gather every rank's ``input`` into ``output``; its own slice is the decoded one."""
+        count, compressed = self._plan(role, "all_gather", output)
+        self._account(count, "all_gather", output, group, compressed)
+        if not compressed:
+            return plain()
+        self._sample(count, input)
+        return all_gather(
+            output,
+            input,
+            group=group,
+            compressor=self.compressor,
+            async_op=async_op,
+            on_payload=self._observer(count),
+        )

@@ -1,0 +1,102 @@
+"""An enabled role that never happens fails the run, by name (contract 7 of the design)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from megatron_taco.telemetry.console import format_bytes
+from megatron_taco.telemetry.counters import Flow, FlowTotal
+
+_STEPS_BEFORE_CHECK = 2
+
+
+class FlowCheckError(RuntimeError):
+    """An enabled role was not seen, or was seen and never compressed."""
+
+
+def problems(
+    totals: Iterable[FlowTotal], expected: Sequence[Flow], *, check_compressed: bool, min_bytes: int
+) -> list[str]:
+    """What is wrong with the flows seen so far, one sentence each.
+
+    Args:
+        totals: counts over all ranks.
+        expected: flows that must have happened.
+        check_compressed: whether they must have been compressed as well.
+        min_bytes: the threshold in force, for the message.
+    """
+    by_flow = {total.flow: total for total in totals}
+    found = []
+    for flow in expected:
+        total = by_flow.get(flow)
+        where = f"compression.tensor_parallel: role {flow.role} ({flow.collective})"
+        if total is None or not total.seen:
+            found.append(
+                f"{where} is on but was seen on no rank: the model does not communicate through "
+                "the hooked functions (`megatron-taco doctor` lists them), or compression was "
+                "installed after the model was built"
+            )
+        elif check_compressed and not total.compressed:
+            found.append(
+                f"{where} was seen {total.seen:,} times and never compressed: its largest message "
+                f"is {format_bytes(total.largest)} ({total.largest} bytes), below "
+                f"min_bytes {format_bytes(min_bytes)} ({min_bytes} bytes); lower "
+                "compression.tensor_parallel.min_bytes or turn the role off"
+            )
+    return found
+
+
+class FlowCheck:
+    """Checks the flows once enough steps have run; every rank calls it alike.
+
+    Args:
+        totals: gives the counts over all ranks (a collective call).
+        expected: flows that must happen.
+        start_step: first step, counted from 0, that is compressed.
+        min_bytes: the threshold in force.
+    """
+
+    def __init__(
+        self,
+        *,
+        totals: Callable[[], list[FlowTotal]],
+        expected: Sequence[Flow],
+        start_step: int,
+        min_bytes: int,
+    ) -> None:
+        self._totals = totals
+        self._expected = expected
+        self._start_step = start_step
+        self._min_bytes = min_bytes
+        self._executed = 0
+        self._compressing = 0
+        self._seen_checked = False
+        self._done = False
+
+    def step_done(self, step: int) -> None:
+        """Note an executed step, counted from 0; raises :class:`FlowCheckError` on a problem."""
+        if self._done:
+            return
+        self._executed += 1
+        self._compressing += step >= self._start_step
+        if self._compressing >= _STEPS_BEFORE_CHECK:
+            self._check(check_compressed=True)
+        elif self._executed >= _STEPS_BEFORE_CHECK and not self._seen_checked:
+            self._check(check_compressed=False)
+
+    def finish(self) -> None:
+        """At the end of the run: check what a short run has not had the steps to check."""
+        if self._executed and not self._done:
+            self._check(check_compressed=self._compressing > 0)
+
+    def _check(self, *, check_compressed: bool) -> None:
+        self._seen_checked = True
+        self._done = check_compressed
+        found = problems(
+            self._totals(),
+            self._expected,
+            check_compressed=check_compressed,
+            min_bytes=self._min_bytes,
+        )
+        if found:
+            raise FlowCheckError("\n".join(found))

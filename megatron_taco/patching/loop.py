@@ -1,0 +1,127 @@
+"""The training-loop seam: where a step begins and ends, and what is to be reported.
+
+Wraps functions which Megatron's ``train`` looks up as globals at each call.  They run around the
+originals and change neither arguments nor results.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_taco.patching.flows import FlowCheck
+from megatron_taco.patching.registry import Registry
+from megatron_taco.telemetry.reporter import Reporter
+
+OWNER = "telemetry"
+_LOSS = "lm loss"
+
+Hit = Callable[[], None]
+StepListener = Callable[[int], None]
+
+
+def _number(value: Any) -> float | None:
+    """A Python number from a number, a one-element tensor, or None."""
+    if value is None:
+        return None
+    return float(value.item()) if isinstance(value, torch.Tensor) else float(value)
+
+
+class LoopHooks:
+    """Claims the loop's functions for a reporter, step listeners and the flow check.
+
+    Args:
+        reporter: gets step times, step figures and evaluation losses.
+        listeners: called with the step, counted from 0, before each training step.
+        check: told about each executed step, or None when nothing is compressed.
+    """
+
+    def __init__(
+        self, reporter: Reporter, listeners: list[StepListener], check: FlowCheck | None
+    ) -> None:
+        self._reporter = reporter
+        self._listeners = listeners
+        self._check = check
+        self._label = "validation"
+        self._iteration = 0
+
+    def _train_step(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
+        from megatron.training import get_args
+
+        @functools.wraps(original)
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            hit()
+            step = get_args().curr_iteration
+            for listener in self._listeners:
+                listener(step)
+            start = time.perf_counter()
+            result = original(*args, **kwargs)
+            self._reporter.add_step_time(time.perf_counter() - start)
+            if self._check is not None:
+                self._check.step_done(step)
+            return result
+
+        return train_step
+
+    def _training_log(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
+        from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+        from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            hit()
+            given = signature.bind(*args, **kwargs).arguments
+            writers = [get_tensorboard_writer(), get_wandb_writer()]
+            self._reporter.step(
+                iteration=given["iteration"],
+                loss=_number(given["loss_dict"].get(_LOSS)),
+                grad_norm=_number(given["grad_norm"]),
+                learning_rate=_number(given["learning_rate"]),
+                loss_scale=_number(given["loss_scale"]),
+                skipped=bool(given["skipped_iter"]),
+                tokens=get_current_global_batch_size() * get_args().seq_length,
+                writers=[writer for writer in writers if writer],
+            )
+            return original(*args, **kwargs)
+
+        return training_log
+
+    def _evaluate(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            hit()
+            result = original(*args, **kwargs)
+            losses = result[0] or {}
+            self._reporter.evaluation(
+                label=self._label, iteration=self._iteration, loss=_number(losses.get(_LOSS))
+            )
+            return result
+
+        return evaluate
+
+    def _evaluate_and_print(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
+            hit()
+            given = signature.bind(*args, **kwargs).arguments
+            self._label = "test" if "test" in str(given["prefix"]) else "validation"
+            self._iteration = int(given["iteration"])
+            return original(*args, **kwargs)
+
+        return evaluate_and_print_results
+
+    def claim(self, registry: Registry) -> None:
+        """Claim the targets; nothing is replaced until the registry is applied."""
+        registry.claim("telemetry.train_step", OWNER, self._train_step)
+        registry.claim("telemetry.training_log", OWNER, self._training_log)
+        registry.claim("telemetry.evaluate", OWNER, self._evaluate)
+        registry.claim("telemetry.evaluate_and_print_results", OWNER, self._evaluate_and_print)

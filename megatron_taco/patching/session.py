@@ -1,0 +1,129 @@
+"""One run's compression, put into this process and taken out again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import IO
+
+from megatron_taco import compressors
+from megatron_taco.collectives.router import Router
+from megatron_taco.config import Config
+from megatron_taco.patching import tensor
+from megatron_taco.patching.flows import FlowCheck, FlowCheckError
+from megatron_taco.patching.loop import LoopHooks
+from megatron_taco.patching.registry import Applied, Registry
+from megatron_taco.telemetry.counters import Counters, Flow
+from megatron_taco.telemetry.reporter import Reporter
+
+
+def tensor_parallel_router(config: Config, counters: Counters) -> Router:
+    """The router of the tensor-parallel axis from ``compression.tensor_parallel``."""
+    settings = config.compression.tensor_parallel
+    roles = {
+        "tp.forward": settings.forward,
+        "tp.backward": settings.backward,
+        "tp.embedding": settings.embedding,
+        "tp.output_layer": settings.output_layer,
+    }
+    return Router(
+        compressor=compressors.build(
+            settings.compressor,
+            format=settings.format,
+            block=settings.block,
+            rotation=settings.rotation,
+            scales=settings.scales,
+            published_clips=settings.published_clips,
+        ),
+        algorithm=settings.algorithm,
+        roles=frozenset(role for role, on in roles.items() if on),
+        min_bytes=settings.min_bytes,
+        start_step=settings.start_step,
+        counter=lambda role, collective: counters[Flow(role, collective)],
+    )
+
+
+class Session:
+    """Everything that one run installs: hooks of the axes that are on, and the loop's hooks.
+
+    Args:
+        config: the run's configuration.
+        stream: where rank 0's console lines go.
+        metrics: path of ``metrics.jsonl``, or None.
+        log_interval: steps between two reports.
+        last_iteration: the step at which training ends.
+        sequence_parallel: whether activations are split over the sequence.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        stream: IO[str],
+        metrics: Path | None,
+        log_interval: int,
+        last_iteration: int,
+        sequence_parallel: bool,
+    ) -> None:
+        compressing = config.compression.tensor_parallel.mode == "on"
+        self.counters = Counters(tensor.all_flows() if compressing else [])
+        self.reporter = Reporter(
+            counters=self.counters,
+            stream=stream,
+            metrics=metrics,
+            log_interval=log_interval,
+            last_iteration=last_iteration,
+        )
+        self._applied: Applied | None = None
+        self._registry: Registry | None = None
+        self.router: Router | None = None
+        self.check: FlowCheck | None = None
+        if compressing:
+            router = tensor_parallel_router(config, self.counters)
+            self.router = router
+            self.check = FlowCheck(
+                totals=self.reporter.totals,
+                expected=tensor.expected_flows(sequence_parallel=sequence_parallel, router=router),
+                start_step=router.start_step,
+                min_bytes=router.min_bytes,
+            )
+        self.current_step: int | None = None
+        self._error_every = config.telemetry.error_every
+
+    def _begin_step(self, step: int) -> None:
+        if self.current_step is None:
+            self._check_model_is_known()
+        self.current_step = step + 1
+        if self.router is not None:
+            self.router.step = step
+            self.router.sampling = bool(self._error_every) and step % self._error_every == 0
+
+    def _check_model_is_known(self) -> None:
+        """Without its name the output layer would be taken for a hidden layer and compressed."""
+        registry = self._registry
+        if self.router is not None and registry and not registry.hits.get("tensor.gpt_init"):
+            raise FlowCheckError(
+                "compression.tensor_parallel: no GPTModel was built after compression was "
+                "installed; install it before the model is built (only Megatron's GPTModel is "
+                "supported)"
+            )
+
+    def install(self, registry: Registry) -> None:
+        """Claim and apply all hooks; raises a ``PatchError`` before anything is changed."""
+        if self.router is not None:
+            tensor.TensorParallelHooks(self.router).claim(registry)
+        LoopHooks(self.reporter, [self._begin_step], self.check).claim(registry)
+        self._registry = registry
+        self._applied = registry.apply()
+
+    def finish(self) -> None:
+        """After training: the checks a short run still owes, and the end table (all ranks)."""
+        if self.check is not None:
+            self.check.finish()
+        self.reporter.finish()
+
+    def undo(self) -> None:
+        """Restore the very objects that were replaced."""
+        if self._applied is not None and self._registry is not None:
+            self._applied.undo()
+            self._registry.clear()
+            self._applied = None

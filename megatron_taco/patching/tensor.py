@@ -1,0 +1,260 @@
+"""The tensor-parallel seam: Megatron's own collectives of activations and their gradients.
+
+Three kinds of hook work together (line numbers do not matter, names do):
+
+* the ``forward`` of ``ColumnParallelLinear``, ``RowParallelLinear``, ``LanguageModelEmbedding`` and
+  the construction of ``GPTModel`` tell which kind of module is running;
+* the autograd functions of ``layers`` and ``mappings`` are subclassed so that this kind reaches the
+  backward pass and each collective gets its role;
+* the collectives that those functions look up as globals of their modules
+  (``dist_all_gather_func``, ``dist_reduce_scatter_func``, ``torch.distributed.all_reduce``) are
+  routed.
+
+No upstream body is copied.  A collective whose role is unknown, whose group is not the
+tensor-parallel group, whose operation is not a sum or whose tensor is not floating point goes to
+the original untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_taco.collectives.router import Router
+from megatron_taco.patching.registry import Registry
+from megatron_taco.patching.scope import Kind, Pass, Scope
+from megatron_taco.telemetry.counters import Flow
+
+OWNER = "compression.tensor_parallel"
+_KIND = "_megatron_taco_kind"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Hit = Callable[[], None]
+Roles = Mapping[str, Pass]
+
+_NO_ROLES: Roles = {}
+# For each autograd function: the collectives of its forward and of its backward pass, each with the
+# pass that the tensor belongs to.
+_LINEAR: tuple[Roles, Roles] = (
+    {"all_gather": "forward"},
+    {"all_gather": "forward", "all_reduce": "backward", "reduce_scatter": "backward"},
+)
+_FUNCTIONS: dict[str, tuple[Roles, Roles]] = {
+    "tensor.linear_function": _LINEAR,
+    "tensor.linear_frozen_function": (_NO_ROLES, {"all_reduce": "backward"}),
+    "tensor.reduce_function": ({"all_reduce": "forward"}, _NO_ROLES),
+    "tensor.reduce_scatter_function": ({"reduce_scatter": "forward"}, {"all_gather": "backward"}),
+    "tensor.copy_function": (_NO_ROLES, {"all_reduce": "backward"}),
+    "tensor.gather_function": ({"all_gather": "forward"}, {"reduce_scatter": "backward"}),
+    "tensor.scatter_function": (_NO_ROLES, {"all_gather": "backward"}),
+}
+
+
+def expected_flows(*, sequence_parallel: bool, router: Router) -> list[Flow]:
+    """The flows that must happen in a training step of a GPT with tensor parallelism.
+
+    Only flows of roles that are on are named; see contract 7 of the design.
+    """
+    if sequence_parallel:
+        collectives = {
+            "tp.forward": ("all_gather", "reduce_scatter"),
+            "tp.backward": ("all_gather", "reduce_scatter"),
+            "tp.output_layer": ("all_gather", "reduce_scatter"),
+            "tp.embedding": (),
+        }
+    else:
+        collectives = {
+            "tp.forward": ("all_reduce",),
+            "tp.backward": ("all_reduce",),
+            "tp.output_layer": ("all_reduce",),
+            "tp.embedding": ("all_reduce",),
+        }
+    return [
+        Flow(role, collective)
+        for role, names in collectives.items()
+        if role in router.roles
+        for collective in names
+    ]
+
+
+def all_flows() -> list[Flow]:
+    """Every flow this seam can count, in report order."""
+    roles = ("tp.forward", "tp.backward", "tp.embedding", "tp.output_layer")
+    return [Flow(r, c) for r in roles for c in ("all_reduce", "reduce_scatter", "all_gather")]
+
+
+class _Overlay:
+    """A module or namespace in which some names are ours and all others are the original's."""
+
+    def __init__(self, base: Any, **names: Any) -> None:
+        self.__dict__.update(names)
+        self.__dict__["_base"] = base
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"], name)
+
+
+class TensorParallelHooks:
+    """Claims every target of the tensor-parallel seam for one router."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.scope = Scope()
+        self._group: dist.ProcessGroup | None = None
+
+    def _ours(self, tensor: torch.Tensor, op: Any, group: Any) -> bool:
+        if self._group is None:
+            from megatron.core import parallel_state
+
+            self._group = parallel_state.get_tensor_model_parallel_group()
+        return (
+            group is self._group
+            and op == dist.ReduceOp.SUM
+            and tensor.dtype in _DTYPES
+            and tensor.dim() >= 2
+        )
+
+    def _all_reduce(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def all_reduce(
+            tensor: torch.Tensor,
+            op: Any = dist.ReduceOp.SUM,
+            group: Any = None,
+            async_op: bool = False,
+        ) -> Any:
+            def plain() -> Any:
+                return original(tensor, op=op, group=group, async_op=async_op)
+
+            role = self.scope.role("all_reduce")
+            if role is None or not self._ours(tensor, op, group):
+                return plain()
+            hit()
+            return self.router.all_reduce(role, tensor, group, async_op, plain)
+
+        return all_reduce
+
+    def _torch(self, original: Any, hit: Hit) -> Any:
+        """A ``torch`` whose ``distributed.all_reduce`` is routed; all else is the original's."""
+        distributed = original.distributed
+        routed = self._all_reduce(lambda *a, **k: distributed.all_reduce(*a, **k), hit)
+        return _Overlay(original, distributed=_Overlay(distributed, all_reduce=routed))
+
+    def _all_gather(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def all_gather_into_tensor(
+            output_tensor: torch.Tensor,
+            input_tensor: torch.Tensor,
+            group: Any = None,
+            async_op: bool = False,
+        ) -> Any:
+            def plain() -> Any:
+                return original(output_tensor, input_tensor, group=group, async_op=async_op)
+
+            role = self.scope.role("all_gather")
+            if role is None or not self._ours(input_tensor, dist.ReduceOp.SUM, group):
+                return plain()
+            hit()
+            return self.router.all_gather(role, output_tensor, input_tensor, group, async_op, plain)
+
+        return all_gather_into_tensor
+
+    def _reduce_scatter(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def reduce_scatter_tensor(
+            output: torch.Tensor,
+            input: torch.Tensor,
+            op: Any = dist.ReduceOp.SUM,
+            group: Any = None,
+            async_op: bool = False,
+        ) -> Any:
+            def plain() -> Any:
+                return original(output, input, op=op, group=group, async_op=async_op)
+
+            role = self.scope.role("reduce_scatter")
+            if role is None or not self._ours(input, op, group):
+                return plain()
+            hit()
+            return self.router.reduce_scatter(role, output, input, group, async_op, plain)
+
+        return reduce_scatter_tensor
+
+    def _function(
+        self, roles: tuple[Roles, Roles]
+    ) -> Callable[[type[torch.autograd.Function], Hit], type[torch.autograd.Function]]:
+        """Subclass an autograd function so that its collectives know their roles."""
+        scope = self.scope
+        forward_roles, backward_roles = roles
+
+        def subclass(base: Any, hit: Hit) -> Any:
+            def forward(ctx: Any, *args: Any) -> Any:
+                hit()
+                setattr(ctx, _KIND, scope.kind)
+                with scope.function(scope.kind, forward_roles):
+                    return base.forward(ctx, *args)
+
+            def backward(ctx: Any, *grads: Any) -> Any:
+                with scope.function(getattr(ctx, _KIND), backward_roles):
+                    return base.backward(ctx, *grads)
+
+            return type(
+                base.__name__,
+                (base,),
+                {
+                    "__module__": base.__module__,
+                    "__doc__": base.__doc__,
+                    "forward": staticmethod(forward),
+                    "backward": staticmethod(backward),
+                },
+            )
+
+        return subclass
+
+    def _module(self, kind: Kind) -> Callable[[Callable[..., Any], Hit], Callable[..., Any]]:
+        """Wrap a module's ``forward`` so that the kind of module is known while it runs."""
+        scope = self.scope
+
+        def wrap(original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+                hit()
+                with scope.module(getattr(self, _KIND, kind)):
+                    return original(self, *args, **kwargs)
+
+            return forward
+
+        return wrap
+
+    @staticmethod
+    def _gpt_init(original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            hit()
+            original(self, *args, **kwargs)
+            output_layer = getattr(self, "output_layer", None)
+            if output_layer is not None:
+                setattr(output_layer, _KIND, "output_layer")
+
+        return __init__
+
+    def claim(self, registry: Registry) -> None:
+        """Claim all targets; nothing is replaced until the registry is applied."""
+        claims: dict[str, Callable[[Any, Hit], Any]] = {
+            "tensor.layers.all_gather": self._all_gather,
+            "tensor.layers.reduce_scatter": self._reduce_scatter,
+            "tensor.layers.torch": self._torch,
+            "tensor.mappings.all_gather": self._all_gather,
+            "tensor.mappings.reduce_scatter": self._reduce_scatter,
+            "tensor.mappings.torch": self._torch,
+            "tensor.column_forward": self._module("linear"),
+            "tensor.row_forward": self._module("linear"),
+            "tensor.embedding_forward": self._module("embedding"),
+            "tensor.gpt_init": self._gpt_init,
+        }
+        for name, roles in _FUNCTIONS.items():
+            claims[name] = self._function(roles)
+        for name, replacement in claims.items():
+            registry.claim(name, OWNER, replacement)

@@ -1,0 +1,1 @@
+"""The trainer: Megatron's own loop with our configuration, model and data providers."""

@@ -1,0 +1,150 @@
+"""The trainer over real processes: parallel layouts, recomputation, resumption, bit-equality."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.training import (
+    DISTRIBUTED_OPTIMIZER,
+    INTERLEAVED,
+    OFF,
+    SP,
+    TP2_PP2,
+    losses,
+    metrics,
+    train,
+    write_config,
+)
+from tests.ranks import RankRunner
+
+
+def tensor_parallel_copies(model: Any) -> list[torch.Tensor]:
+    """Parameters that every rank of a tensor-parallel group holds a copy of."""
+    return [
+        parameter.detach().clone()
+        for chunk in model
+        for parameter in chunk.parameters()
+        if not getattr(parameter, "tensor_model_parallel", False)
+    ]
+
+
+@pytest.mark.parametrize(
+    "layout", [(), (SP,), INTERLEAVED, (SP, *INTERLEAVED)], ids=["plain", "sp", "vp2", "sp-vp2"]
+)
+def test_3d_layouts_train_compressed(
+    run_ranks: RankRunner, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    """TP 2 × PP 2 × DP 2 follows the uncompressed run, and resuming at step 10 changes no bit."""
+    config = write_config(tmp_path)
+    base = (*TP2_PP2, *layout, DISTRIBUTED_OPTIMIZER, "megatron.train_iters=14")
+    save = ("megatron.save_interval=10", f"megatron.save={tmp_path / 'saved'}")
+
+    whole = run_ranks(
+        train, 8, config, [*base, *save], None, tensor_parallel_copies, init=False, timeout=240
+    )
+    # Ranks 0 and 1 are a tensor-parallel group: what both hold must not have drifted apart.
+    for left, right in ((0, 1), (2, 3), (4, 5), (6, 7)):
+        pairs = list(zip(whole[left], whole[right], strict=True))
+        assert pairs
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("10")
+    run_ranks(
+        train, 8, config, [*base, f"megatron.load={tmp_path / 'saved'}", "run.name=resumed"],
+        init=False, timeout=240,
+    )  # fmt: skip
+    unbroken, after = losses(tmp_path), losses(tmp_path, "resumed")
+    assert sorted(after) == [11, 12, 13, 14]
+    assert {step: unbroken[step] for step in after} == after
+
+    run_ranks(train, 8, config, [*base, OFF, "run.name=off"], init=False, timeout=240)
+    uncompressed = losses(tmp_path, "off")
+    assert unbroken[14] == pytest.approx(uncompressed[14], rel=0.01)
+    assert unbroken != uncompressed
+    assert unbroken[14] < unbroken[1] - 0.3
+
+
+def test_recomputation_sends_the_same_bytes(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """Full recomputation repeats every forward collective; the losses keep every bit."""
+    config = write_config(tmp_path)
+    full = (
+        "megatron.recompute_granularity=full",
+        "megatron.recompute_method=uniform",
+        "megatron.recompute_num_layers=1",
+    )
+    for layout in ((), (SP,)):
+        name = f"run.name=stored{len(layout)}"
+        again = f"run.name=recomputed{len(layout)}"
+        for overrides in ([name], [again, *full]):
+            run_ranks(train, 4, config, [*TP2_PP2, *layout, *overrides], init=False, timeout=120)
+        stored = losses(tmp_path, f"stored{len(layout)}")
+        recomputed = losses(tmp_path, f"recomputed{len(layout)}")
+        assert len(stored) == 6
+        assert stored == recomputed
+
+
+def test_checkpoints_cross_over(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """A checkpoint trained without compression goes on with it, and the reverse."""
+    config = write_config(tmp_path)
+    for first, second, name in ((OFF, None, "to-on"), (None, OFF, "to-off")):
+        folder = tmp_path / f"saved-{name}"
+        base = [*TP2_PP2, f"run.name={name}"]
+        start = [*base, *([first] if first else []), f"megatron.save={folder}"]
+        run_ranks(train, 4, config, [*start, "megatron.save_interval=6"], init=False, timeout=120)
+        go_on = [*base, *([second] if second else []), f"megatron.load={folder}"]
+        run_ranks(train, 4, config, [*go_on, "megatron.train_iters=9"], init=False, timeout=120)
+        found = losses(tmp_path, name)
+        assert sorted(found) == list(range(1, 10))
+        assert found[9] < found[1]
+        compressed = [
+            flow["compressed"]
+            for line in metrics(tmp_path, name)
+            if line["event"] == "step" and line["iteration"] > 6
+            for flow in line["flows"].values()
+        ]
+        assert any(compressed) is (second is None)
+
+
+def test_start_step_postpones_compression(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """Steps before start_step equal the uncompressed run's to the last bit; later ones do not."""
+    config = write_config(tmp_path)
+    late = "compression.tensor_parallel.start_step=3"
+    for overrides in (["run.name=late", late], ["run.name=off", OFF]):
+        run_ranks(
+            train,
+            2,
+            config,
+            ["megatron.tensor_model_parallel_size=2", *overrides],
+            init=False,
+            timeout=120,
+        )
+    late_losses, off_losses = losses(tmp_path, "late"), losses(tmp_path, "off")
+    assert [late_losses[s] for s in (1, 2, 3)] == [off_losses[s] for s in (1, 2, 3)]
+    assert late_losses[5] != off_losses[5]
+
+
+def test_a_table_of_roles_is_recorded(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """Calls and bytes of each role are those that the model's layout makes."""
+    config = write_config(tmp_path)
+    run_ranks(
+        train, 2, config,
+        ["megatron.tensor_model_parallel_size=2", "compression.tensor_parallel.embedding=true"],
+        init=False, timeout=120,
+    )  # fmt: skip
+    end = next(line for line in metrics(tmp_path) if line["event"] == "end")
+    flows = end["flows"]
+    steps, micro_batches, layers, ranks = 6, 4, 4, 2
+    calls = 2 * layers * micro_batches * steps * ranks
+    elements = 64 * 2 * 64  # sequence × micro-batch × hidden
+    assert flows["tp.forward all_reduce"]["calls"] == calls
+    assert flows["tp.backward all_reduce"]["calls"] == calls
+    assert flows["tp.embedding all_reduce"]["compressed"] == micro_batches * steps * ranks
+    assert flows["tp.output_layer all_reduce"]["compressed"] == 0
+    assert flows["tp.output_layer all_reduce"]["calls"] == micro_batches * steps * ranks
+    # At P = 2 a ring all-reduce sends each element once; a payload is a byte for each and two
+    # FP32 scales for each block of 256.
+    assert flows["tp.forward all_reduce"]["raw_bytes"] == calls * elements * 2
+    assert flows["tp.forward all_reduce"]["wire_bytes"] == calls * (elements + elements // 256 * 8)
+    assert flows["tp.forward all_reduce"]["error"] == pytest.approx(0.026, rel=0.05)
