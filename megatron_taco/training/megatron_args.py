@@ -257,6 +257,8 @@ def _command_line(
     given += [(f"megatron.{name}", name, value) for name, value in config.megatron.items()]
     for key, name, value in given:
         dest = options.dest(name)
+        if value is None and dest is not None:
+            continue  # null: as if the key were not there
         if dest in said and key.startswith("megatron."):
             message = f"contradicts {said[dest]}, which sets the same argument; keep one of them"
             problems.append(config.problem(key, message))

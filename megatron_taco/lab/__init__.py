@@ -1,0 +1,1 @@
+"""The lab: slow links, several ranks on one GPU, benchmarks."""

@@ -1,0 +1,76 @@
+"""The plain-torch compressor gives the same bytes on a GPU as on a CPU, without synchronising."""
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_taco.compressors import Taco
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = ("e4m3", "e5m2", "int8", "int6", "int4")
+SCALES = ("dual", "merged_fp32", "merged_bf16")
+
+
+def hard_data(seed: int, rows: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Magnitudes over 40 binary orders, a NaN, an Inf, zero blocks; deterministic by seed."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, numel, generator=generator)
+    steps = torch.randn(rows, -(-numel // 100), generator=generator)
+    x *= steps.mul(12).exp2().repeat_interleave(100, 1)[:, :numel]
+    x[1, 5000] = float("nan")
+    x[2, 7000] = float("inf")
+    x[:, 2000:2600] = 0
+    return x.to(dtype)
+
+
+def same(on_gpu: torch.Tensor, on_cpu: torch.Tensor) -> bool:
+    on_gpu = on_gpu.cpu()
+    if on_cpu.is_floating_point():
+        return torch.equal(on_gpu.nan_to_num(7.0), on_cpu.nan_to_num(7.0)) and torch.equal(
+            on_gpu.isnan(), on_cpu.isnan()
+        )
+    return torch.equal(on_gpu, on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("form", "scales"), itertools.product(FORMATS, SCALES), ids=lambda value: str(value)
+)
+def test_bytes_and_values_are_those_of_the_cpu(form: str, scales: str) -> None:
+    seed = torch.seed() % 2**31
+    for block, rotation, dtype in itertools.product(
+        (32, 256, 512), ("hadamard", "none"), (torch.float32, torch.bfloat16, torch.float16)
+    ):
+        taco = Taco(form, block, rotation, scales)
+        x = hard_data(seed, 4, 100_003, dtype)
+        numel = x.shape[1]
+        on_gpu = x.cuda()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            payloads = taco.encode_rows(on_gpu)
+            results = (
+                payloads,
+                taco.decode_rows(payloads, numel, dtype),
+                taco.decode_sum(payloads, numel),
+                taco.reduce_encode(payloads, numel),
+                taco.nonfinite_blocks(payloads, numel),
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        expected_payloads = taco.encode_rows(x)
+        expected = (
+            expected_payloads,
+            taco.decode_rows(expected_payloads, numel, dtype),
+            taco.decode_sum(expected_payloads, numel),
+            taco.reduce_encode(expected_payloads, numel),
+            taco.nonfinite_blocks(expected_payloads, numel),
+        )
+        for name, found, wanted in zip(
+            ("encode", "decode", "decode_sum", "reduce_encode", "nonfinite_blocks"),
+            results,
+            expected,
+            strict=True,
+        ):
+            assert same(found, wanted), (name, taco, dtype, f"seed {seed}")
