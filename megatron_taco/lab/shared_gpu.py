@@ -3,8 +3,8 @@
 NCCL refuses two ranks on one GPU of one host, but takes the host's name from ``NCCL_HOSTID``.  With
 a different one for each rank it believes in as many hosts and sends everything over sockets, here
 over the loopback interface.  So tensor, pipeline and data parallelism run on real GPU memory and on
-NCCL with a single card.  The ranks share the card's time: losses and ratios mean something, absolute
-times do not.
+NCCL with a single card.  The ranks share the card's time: losses and ratios mean something,
+absolute times do not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """GPT-350M on one GPU with TACO and without: losses, bytes, times.
 
-Two (TP 2) and four (TP 2 × PP 2) NCCL ranks share the card, real text (the Python standard library's
-sources as bytes), the model and optimiser of configs/gpt-350m.yaml. Prints a Markdown report.
+Two (TP 2) and four (TP 2 × PP 2) NCCL ranks share the card, real text (the Python standard
+library's sources as bytes), the model and optimiser of configs/gpt-350m.yaml. Prints a Markdown
+report.
 
     python scripts/reproduce/one_gpu_training.py --steps 50 --out results.md
 """
