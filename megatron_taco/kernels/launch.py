@@ -1,0 +1,260 @@
+"""Launching the kernels: shapes, alignment and launch configurations; nothing here synchronises.
+
+Configurations follow from block and dtype alone, never from measurements, so all ranks agree.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import gcd
+from time import perf_counter
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from megatron_taco.kernels.arithmetic import FP8_CONVERSIONS, PORTABLE, PTX
+from megatron_taco.kernels.decode import decode_kernel
+from megatron_taco.kernels.encode import encode_kernel
+from megatron_taco.kernels.reduce import decode_sum_kernel, reduce_encode_kernel
+from megatron_taco.kernels.settings import Settings
+
+WARPS = 1
+LANES = {  # bytes of a value: {block: threads of a block}, at most 64 elements a thread
+    2: {32: 2, 64: 2, 128: 4, 256: 4, 512: 8},
+    4: {32: 4, 64: 4, 128: 4, 256: 8, 512: 16},
+}
+SUM_LANES = {32: 4, 64: 4, 128: 4, 256: 8, 512: 16}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a tile is spread over threads, see transform.py."""
+
+    lanes: int
+    blocks: int
+    vector: int
+
+    @classmethod
+    def of(cls, settings: Settings, lanes: int, vector: int) -> "Tile":
+        """Return the tile in which ``lanes`` threads hold a block."""
+        return cls(lanes, 32 * WARPS // lanes, vector)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The kernels' names for these."""
+        return {"L": self.lanes, "G": self.blocks, "V": self.vector}
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter was chosen when the kernels were defined."""
+    return not isinstance(encode_kernel, triton.JITFunction)
+
+
+def conversion_mode(device: torch.device) -> int:
+    """Return what kernels may use on ``device``, see codes.py."""
+    if interpreted():
+        return int(PORTABLE.value)
+    capability = torch.cuda.get_device_capability(device)
+    return int((FP8_CONVERSIONS if capability >= (8, 9) else PTX).value)
+
+
+def _unit(rows: int, stride: int, access: int) -> int:
+    """Return the largest power of two that divides the row stride, at most ``access``."""
+    return access if rows == 1 else gcd(stride, access)
+
+
+def _aligned(payloads: Tensor, settings: Settings, numel: int) -> bool:
+    """Whether every scale of every row lies at a multiple of its size."""
+    size = 2 if settings.scales == "merged_bf16" else 4
+    stride = payloads.stride(0) if payloads.shape[0] > 1 else 0
+    return payloads.data_ptr() % size == 0 and stride % size == 0
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return ``x`` with elements of a row side by side; copies only if they are not."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _payload_unit(payloads: Tensor, tile: Tile, settings: Settings) -> int:
+    """Return the constant part of the stride of payloads; 1 if the first has an odd address."""
+    unit = _unit(payloads.shape[0], payloads.stride(0), max(tile.vector * settings.bits // 8, 2))
+    return 1 if payloads.data_ptr() % 2 else unit
+
+
+def _start(kernel: Any, programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
+    """Launch; floating-point contraction would change codes and is off."""
+    options = {} if interpreted() else {"num_warps": WARPS, "enable_fp_fusion": False}
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[(programs,)](*args, **constants, **options)
+    else:
+        kernel[(programs,)](*args, **constants, **options)
+
+
+def encode_rows(settings: Settings, x: Tensor) -> Tensor:
+    """``Taco.encode_rows`` for FP32, BF16 or FP16 [R, n], R and n > 0: uint8 [R, bytes]."""
+    x = _dense(x.detach())
+    rows, numel = x.shape
+    vector = 16 // x.element_size()
+    tile = Tile.of(settings, LANES[x.element_size()][settings.block], vector)
+    payloads = torch.empty(rows, settings.payload_bytes(numel), dtype=torch.uint8, device=x.device)
+    count = settings.count(numel)
+    tiles = triton.cdiv(count, tile.blocks)
+    x_unit = _unit(rows, x.stride(0), vector)
+    payload_unit = _payload_unit(payloads, tile, settings)
+    _start(
+        encode_kernel,
+        rows * tiles,
+        x.device,
+        x,
+        payloads,
+        numel,
+        count,
+        tiles,
+        x.stride(0) // x_unit,
+        payloads.stride(0) // payload_unit,
+        X_UNIT=x_unit,
+        PAYLOAD_UNIT=payload_unit,
+        WHOLE=numel % settings.block == 0,
+        FORMAT=settings.format,
+        BITS=settings.bits,
+        LIMIT=settings.limit,
+        TARGET=settings.target,
+        SCALES=settings.scales,
+        ROTATE=settings.rotate,
+        BLOCK=settings.block,
+        MODE=conversion_mode(x.device),
+        **tile.constants,
+    )
+    return payloads
+
+
+def decode_rows(settings: Settings, payloads: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """``Taco.decode_rows`` for n > 0."""
+    payloads = _dense(payloads)
+    rows = payloads.shape[0]
+    vector = 16 // dtype.itemsize
+    tile = Tile.of(settings, LANES[dtype.itemsize][settings.block], vector)
+    out = torch.empty(rows, numel, dtype=dtype, device=payloads.device)
+    count = settings.count(numel)
+    tiles = triton.cdiv(count, tile.blocks)
+    out_unit = _unit(rows, numel, vector)
+    payload_unit = _payload_unit(payloads, tile, settings)
+    _start(
+        decode_kernel,
+        rows * tiles,
+        payloads.device,
+        payloads,
+        out,
+        numel,
+        count,
+        tiles,
+        numel // out_unit,
+        payloads.stride(0) // payload_unit,
+        OUT_UNIT=out_unit,
+        PAYLOAD_UNIT=payload_unit,
+        WHOLE=numel % settings.block == 0,
+        ALIGNED=_aligned(payloads, settings, numel),
+        FAST=dtype != torch.float32,
+        FORMAT=settings.format,
+        BITS=settings.bits,
+        LOG_LIMIT=settings.log_limit,
+        SCALES=settings.scales,
+        ROTATE=settings.rotate,
+        BLOCK=settings.block,
+        MODE=conversion_mode(payloads.device),
+        **tile.constants,
+    )
+    return out
+
+
+def reduce_encode(settings: Settings, payloads: Tensor, numel: int) -> Tensor:
+    """``Taco.reduce_encode`` for n > 0."""
+    payloads = _dense(payloads)
+    tile = Tile.of(settings, SUM_LANES[settings.block], 8)
+    out = torch.empty(settings.payload_bytes(numel), dtype=torch.uint8, device=payloads.device)
+    count = settings.count(numel)
+    payload_unit = _payload_unit(payloads, tile, settings)
+    _start(
+        reduce_encode_kernel,
+        triton.cdiv(count, tile.blocks),
+        payloads.device,
+        payloads,
+        out,
+        count,
+        payloads.stride(0) // payload_unit,
+        RANKS=payloads.shape[0],
+        PAYLOAD_UNIT=payload_unit,
+        ALIGNED=_aligned(payloads, settings, numel),
+        FORMAT=settings.format,
+        BITS=settings.bits,
+        LIMIT=settings.limit,
+        TARGET=settings.target,
+        LOG_LIMIT=settings.log_limit,
+        SCALES=settings.scales,
+        BLOCK=settings.block,
+        MODE=conversion_mode(payloads.device),
+        **tile.constants,
+    )
+    return out
+
+
+def decode_sum(settings: Settings, payloads: Tensor, numel: int) -> Tensor:
+    """``Taco.decode_sum`` for n > 0: FP32 [n]."""
+    payloads = _dense(payloads)
+    tile = Tile.of(settings, LANES[4][settings.block], 4)
+    out = torch.empty(numel, dtype=torch.float32, device=payloads.device)
+    count = settings.count(numel)
+    payload_unit = _payload_unit(payloads, tile, settings)
+    _start(
+        decode_sum_kernel,
+        triton.cdiv(count, tile.blocks),
+        payloads.device,
+        payloads,
+        out,
+        numel,
+        count,
+        payloads.stride(0) // payload_unit,
+        RANKS=payloads.shape[0],
+        PAYLOAD_UNIT=payload_unit,
+        ALIGNED=_aligned(payloads, settings, numel),
+        WHOLE=numel % settings.block == 0,
+        FORMAT=settings.format,
+        BITS=settings.bits,
+        LOG_LIMIT=settings.log_limit,
+        SCALES=settings.scales,
+        ROTATE=settings.rotate,
+        BLOCK=settings.block,
+        MODE=conversion_mode(payloads.device),
+        **tile.constants,
+    )
+    return out
+
+
+def warm_up(
+    settings: Settings,
+    shapes: Sequence[tuple[int, int]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> list[str]:
+    """``Compressor.warm_up``: runs the kernels on small tensors of the same alignment."""
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, call: Callable[[], Tensor]) -> Tensor:
+        start = perf_counter()
+        result = call()
+        seconds[name] = seconds.get(name, 0.0) + perf_counter() - start
+        return result
+
+    for rows, numel in shapes:
+        blocks = 16 + settings.count(numel) % 16  # strides keep their powers of two up to 16
+        small = blocks * settings.block - -numel % settings.block
+        for dtype in dtypes:
+            x = torch.zeros(rows, small, dtype=dtype, device=device)
+            payloads = timed(f"encode {dtype}", partial(encode_rows, settings, x))
+            timed(f"decode {dtype}", partial(decode_rows, settings, payloads, small, dtype))
+            timed(f"decode_sum of {rows}", partial(decode_sum, settings, payloads, small))
+            timed(f"reduce_encode of {rows}", partial(reduce_encode, settings, payloads, small))
+    return [f"{name}: {spent:.2f} s" for name, spent in seconds.items()]
