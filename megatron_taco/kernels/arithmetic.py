@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-# MODE of the kernels: nothing but Triton's own operations, for its interpreter; PTX; PTX with the
-# FP8 conversions of compute capability 8.9.
+# MODE of the kernels: nothing but Triton's own operations, for its interpreter; PTX; PTX with
+# what compute capability 8.9 has: FP8 conversions, and max.xorsign.abs.
 PORTABLE = tl.constexpr(0)
 PTX = tl.constexpr(1)
 FP8_CONVERSIONS = tl.constexpr(2)
@@ -59,3 +59,15 @@ def quotient(x, d, inverse):
     q = x * inverse
     # Triton's unary minus is a subtraction from +0, which is slower and loses the sign of zeros.
     return tl.fma(tl.fma(q, d, x * -1.0), inverse * -1.0, q)
+
+
+@triton.jit
+def settled(x, MODE: tl.constexpr):
+    """Return FP32 ``x``; the compiler may not compute it twice, for users in different layouts."""
+    if MODE == PORTABLE:
+        y = x
+    else:
+        y = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+        )
+    return y

@@ -9,29 +9,10 @@ import triton.language as tl
 
 from megatron_taco.kernels.arithmetic import FP8_CONVERSIONS, PORTABLE
 from megatron_taco.kernels.float8 import from_float8, to_float8
+from megatron_taco.kernels.tiles import interleave_last, split_last
 
 # Adding 1.5 * 2^23 rounds |q| < 2^22 to an integer, ties to even, and leaves it in the low bits.
 ROUNDER = tl.constexpr(12582912.0)
-
-
-@triton.jit
-def _split_last(x):
-    """Split the last axis of a 4-D tensor into even and odd elements."""
-    A: tl.constexpr = x.shape[0]
-    B: tl.constexpr = x.shape[1]
-    C: tl.constexpr = x.shape[2]
-    D: tl.constexpr = x.shape[3]
-    return tl.split(tl.reshape(x, (A, B, C, D // 2, 2)))
-
-
-@triton.jit
-def _interleave_last(a, b):
-    """Undo ``_split_last``."""
-    A: tl.constexpr = a.shape[0]
-    B: tl.constexpr = a.shape[1]
-    C: tl.constexpr = a.shape[2]
-    D: tl.constexpr = a.shape[3]
-    return tl.reshape(tl.join(a, b), (A, B, C, D * 2))
 
 
 @triton.jit
@@ -93,7 +74,34 @@ def _float8_bytes(q, mask, E5M2: tl.constexpr):
 
 
 @triton.jit
-def _clamp(q, LIMIT: tl.constexpr):
+def _pack(q, BITS: tl.constexpr, mask):
+    """Round |q| < 2^(BITS - 1) to integers and put their codes into words.
+
+    With 2^(BITS - 1) added a code is not negative, so codes can be put side by side by products
+    and sums; what ``ROUNDER`` and the additions leave is a constant, and taken off at the end.
+
+    Returns:
+        int32 [L, G, J, n]: for six bits words of four codes, 24 bits; for four bits words of
+        eight codes, or of four if V is 4.
+    """
+    V: tl.constexpr = q.shape[3]
+    SIGN: tl.constexpr = 1 << (BITS - 1)
+    words = (q + (ROUNDER + SIGN)).to(tl.int32, bitcast=True)
+    LEVELS: tl.constexpr = 3 if BITS == 4 and V > 4 else 2
+    for k in tl.static_range(LEVELS):
+        even, odd = split_last(words)
+        words = even + odd * (1 << (BITS << k))
+    COUNT: tl.constexpr = 1 << LEVELS
+    ONES: tl.constexpr = ((1 << (BITS * COUNT)) - 1) // ((1 << BITS) - 1)
+    # Both as int32.
+    LEFT: tl.constexpr = (0x4B400000 * ONES + 2**31) % 2**32 - 2**31
+    SIGNS: tl.constexpr = (SIGN * ONES + 2**31) % 2**32 - 2**31
+    return ((words - LEFT) ^ SIGNS) & mask
+
+
+@triton.jit
+def clamp_to(q, LIMIT: tl.constexpr):
+    """Limit ``q`` to within ±T."""
     return tl.minimum(tl.maximum(q, -LIMIT), LIMIT)
 
 
@@ -113,7 +121,8 @@ def store_codes(
 
     Args:
         base: Address of the tile's first code, uint8.
-        where: Bytes from there [L, G, J], a multiple of two for V = 8.
+        where: Bytes from there [L, G, J]; for INT6 of even address if V = 8, and a multiple of
+            four if V = 16.
         valid: Whether to store [L, G, 1, 1].
         q: Quotients y / s.
         usable: Blocks whose codes count [L, G, 1, 1].
@@ -130,26 +139,38 @@ def store_codes(
         if MODE == FP8_CONVERSIONS:
             bytes_ = _float8_bytes(q, mask, E5M2)
         else:
-            codes = to_float8(_clamp(q, LIMIT), 2 if E5M2 else 3, 15 if E5M2 else 7)
+            codes = to_float8(clamp_to(q, LIMIT), 2 if E5M2 else 3, 15 if E5M2 else 7)
             bytes_ = _low_bytes(codes, mask, MODE)
         tl.store(places + tl.arange(0, V)[None, None, None, :], bytes_, mask=valid)
     else:
         if CLAMP:
-            q = _clamp(q, LIMIT)
-        codes = (q + ROUNDER).to(tl.int32, bitcast=True)
+            q = clamp_to(q, LIMIT)
         if FORMAT == "int8":
-            bytes_ = _low_bytes(codes, mask, MODE)
+            bytes_ = _low_bytes((q + ROUNDER).to(tl.int32, bitcast=True), mask, MODE)
             tl.store(places + tl.arange(0, V)[None, None, None, :], bytes_, mask=valid)
         elif FORMAT == "int4":
-            even, odd = _split_last(codes)
-            bytes_ = _low_bytes((even & 0xF) | (odd << 4), mask, MODE)
-            tl.store(places + tl.arange(0, V // 2)[None, None, None, :], bytes_, mask=valid)
+            words = _pack(q, 4, mask)
+            if V == 4:
+                tl.store(places.to(tl.pointer_type(tl.uint16)), words.to(tl.uint16), mask=valid)
+            else:
+                places = places.to(tl.pointer_type(tl.int32))
+                k = tl.arange(0, V // 8)[None, None, None, :]
+                tl.store(places + k, words, mask=valid)
         else:
-            even, odd = _split_last((codes & 0x3F) & mask)
-            even, odd = _split_last(even | (odd << 6))
-            words = even | (odd << 12)  # four codes in 24 bits: [L, G, J, V / 4]
-            if V == 8:
-                first, second = _split_last(words)
+            words = _pack(q, 6, mask)  # four codes in 24 bits: [L, G, J, V / 4]
+            if V == 16:
+                even, odd = split_last(words)
+                a, c = split_last(even)  # words 0 and 2
+                b, d = split_last(odd)
+                third = (c >> 16) | (d << 8)
+                triple = interleave_last(
+                    interleave_last(a | (b << 24), third),
+                    interleave_last((b >> 8) | (c << 16), tl.zeros_like(third)),
+                )
+                k = tl.arange(0, 4)[None, None, None, :]
+                tl.store(places.to(tl.pointer_type(tl.int32)) + k, triple, mask=valid & (k < 3))
+            elif V == 8:
+                first, second = split_last(words)
                 places = places.to(tl.pointer_type(tl.uint16))
                 tl.store(places, first.to(tl.uint16), mask=valid)
                 tl.store(places + 1, ((first >> 16) | (second << 8)).to(tl.uint16), mask=valid)
@@ -161,16 +182,8 @@ def store_codes(
 
 
 @triton.jit
-def load_codes(
-    base,
-    where,
-    valid,
-    V: tl.constexpr,
-    FORMAT: tl.constexpr,
-    PAIRS: tl.constexpr,
-    MODE: tl.constexpr,
-):
-    """Load the codes of a tile and return their values, exact: FP32 [L, G, J, V].
+def load_codes(base, where, valid, V: tl.constexpr, FORMAT: tl.constexpr, ACCESS: tl.constexpr):
+    """Load the codes of a tile as they are, for ``values_of``.
 
     Args:
         base: Address of the tile's first code, uint8.
@@ -178,36 +191,150 @@ def load_codes(
         valid: Whether to load [L, G, 1, 1]; 0 elsewhere.
         V: Elements of an access.
         FORMAT: Name of the format.
-        PAIRS: Whether ``base`` is a multiple of two and V is 8; INT6 only.
-        MODE: As in the module's docstring.
+        ACCESS: Bytes read at once, for INT6: 4 if V is 16 and addresses are multiples of four, 2
+            if V is 8 and they are even, else 1.
+
+    Returns:
+        Three tensors, of which only INT6 needs the second and the third.
     """
     places = base + where[:, :, :, None]
-    if FORMAT == "int6":
-        if PAIRS:
-            halves = places.to(tl.pointer_type(tl.uint16))
-            a = tl.load(halves, mask=valid, other=0).to(tl.int32)
-            b = tl.load(halves + 1, mask=valid, other=0).to(tl.int32)
-            c = tl.load(halves + 2, mask=valid, other=0).to(tl.int32)
-            words = _interleave_last(a | ((b & 0xFF) << 16), (b >> 8) | (c << 8))
+    if FORMAT != "int6":
+        WIDTH: tl.constexpr = V // 2 if FORMAT == "int4" else V
+        a = tl.load(places + tl.arange(0, WIDTH)[None, None, None, :], mask=valid, other=0)
+        b = a
+        c = a
+    else:
+        if ACCESS == 4:
+            words = places.to(tl.pointer_type(tl.int32))
+        elif ACCESS == 2:
+            words = places.to(tl.pointer_type(tl.uint16))
         else:
             words = places + 3 * tl.arange(0, V // 4)[None, None, None, :]
-            a = tl.load(words, mask=valid, other=0).to(tl.int32)
-            b = tl.load(words + 1, mask=valid, other=0).to(tl.int32)
-            c = tl.load(words + 2, mask=valid, other=0).to(tl.int32)
-            words = a | (b << 8) | (c << 16)
-        words = _interleave_last(words << 20, words << 8)  # pairs of codes in the top 12 bits
-        return (_interleave_last(words << 6, words) >> 26).to(tl.float32)
-    if FORMAT == "int4":
-        pairs = places + tl.arange(0, V // 2)[None, None, None, :]
-        words = tl.load(pairs, mask=valid, other=0).to(tl.int32)
-        return (_interleave_last(words << 28, words << 24) >> 28).to(tl.float32)
-    bytes_ = tl.load(places + tl.arange(0, V)[None, None, None, :], mask=valid, other=0)
-    if FORMAT == "int8":
-        return bytes_.to(tl.int8, bitcast=True).to(tl.float32)
-    if FORMAT == "e4m3":
+        a = tl.load(words, mask=valid, other=0)
+        b = tl.load(words + 1, mask=valid, other=0)
+        c = tl.load(words + 2, mask=valid, other=0)
+    return a, b, c
+
+
+@triton.jit
+def _int6_words(a, b, c, ACCESS: tl.constexpr):
+    """Return the 24-bit words of four codes that ``load_codes`` found, in order."""
+    a = a.to(tl.int32)
+    b = b.to(tl.int32)
+    c = c.to(tl.int32)
+    if ACCESS == 4:
+        low = (a >> 24) & 0xFF
+        high = (b >> 16) & 0xFFFF
+        words = interleave_last(
+            interleave_last(a, high | (c << 16)), interleave_last(low | (b << 8), c >> 8)
+        )
+    elif ACCESS == 2:
+        words = interleave_last(a | ((b & 0xFF) << 16), (b >> 8) | (c << 8))
+    else:
+        words = a | (b << 8) | (c << 16)
+    return words
+
+
+@triton.jit
+def _integers(bits, BITS: tl.constexpr):
+    """Return q from the bits of 2^23 + 2^(BITS - 1) + q: exact, and cheaper than a conversion.
+
+    Inverting the sign bit of a two's-complement code adds 2^(BITS - 1); the bits of 2^23 above it
+    make it a floating-point number.
+    """
+    return bits.to(tl.float32, bitcast=True) - (2.0**23 + 2.0 ** (BITS - 1))
+
+
+@triton.jit
+def _int6_values(codes, MODE: tl.constexpr):
+    """Return the values of codes in the low six bits of int32, anything above: FP32."""
+    if MODE == PORTABLE:
+        bits = (codes & 0x3F) ^ 0x4B000020
+    else:
+        bits = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0x3F, 0x4B000020, 0x6A;",  # (a & b) ^ c
+            "=r,r",
+            [codes],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return _integers(bits, 6)
+
+
+@triton.jit
+def _int4_values(codes, MODE: tl.constexpr):
+    """Return the values of pairs of codes in uint8 [L, G, J, V / 2]: FP32 [L, G, J, V]."""
+    if MODE == PORTABLE:
+        words = codes.to(tl.int32)
+        even = (words & 0xF) ^ 0x4B000008
+        odd = (words >> 4) ^ 0x4B000008
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, c;
+            lop3.b32 a, $8, 0x0F0F0F0F, 0x08080808, 0x6A;
+            shr.u32 b, $8, 4;
+            lop3.b32 b, b, 0x0F0F0F0F, 0x08080808, 0x6A;
+            mov.b32 c, 0x4B000000;
+            prmt.b32 $0, a, c, 0x7440;
+            prmt.b32 $1, a, c, 0x7441;
+            prmt.b32 $2, a, c, 0x7442;
+            prmt.b32 $3, a, c, 0x7443;
+            prmt.b32 $4, b, c, 0x7440;
+            prmt.b32 $5, b, c, 0x7441;
+            prmt.b32 $6, b, c, 0x7442;
+            prmt.b32 $7, b, c, 0x7443; }""",
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=4,
+        )
+    return _integers(interleave_last(even, odd), 4)
+
+
+@triton.jit
+def _int8_values(codes, MODE: tl.constexpr):
+    """Return the values of uint8 codes: FP32."""
+    if MODE == PORTABLE:
+        bits = codes.to(tl.int32) ^ 0x4B000080
+    else:
+        bits = tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b;
+            xor.b32 a, $4, 0x80808080;
+            mov.b32 b, 0x4B000000;
+            prmt.b32 $0, a, b, 0x7440;
+            prmt.b32 $1, a, b, 0x7441;
+            prmt.b32 $2, a, b, 0x7442;
+            prmt.b32 $3, a, b, 0x7443; }""",
+            "=r,=r,=r,=r,r",
+            [codes],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=4,
+        )
+    return _integers(bits, 8)
+
+
+@triton.jit
+def values_of(a, b, c, FORMAT: tl.constexpr, ACCESS: tl.constexpr, MODE: tl.constexpr):
+    """Return the values of codes as ``load_codes`` returns them, exact: FP32 [L, G, J, V]."""
+    if FORMAT == "int6":
+        words = _int6_words(a, b, c, ACCESS)
+        words = interleave_last(words, words >> 12)
+        values = _int6_values(interleave_last(words, words >> 6), MODE)
+    elif FORMAT == "int4":
+        values = _int4_values(a, MODE)
+    elif FORMAT == "int8":
+        values = _int8_values(a, MODE)
+    elif FORMAT == "e4m3":
         if MODE == FP8_CONVERSIONS:
-            return bytes_.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        return from_float8(bytes_, 3, 7)
-    if MODE == FP8_CONVERSIONS:
-        return bytes_.to(tl.float8e5, bitcast=True).to(tl.float32)
-    return from_float8(bytes_, 2, 15)
+            values = a.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            values = from_float8(a, 3, 7)
+    else:
+        if MODE == FP8_CONVERSIONS:
+            values = a.to(tl.float8e5, bitcast=True).to(tl.float32)
+        else:
+            values = from_float8(a, 2, 15)
+    return values

@@ -10,7 +10,7 @@ from megatron_taco.kernels.arithmetic import (
     power_of_two,
     quotient,
 )
-from megatron_taco.kernels.codes import load_codes
+from megatron_taco.kernels.codes import load_codes, values_of
 from megatron_taco.kernels.tiles import (
     access_offsets,
     block_index,
@@ -24,19 +24,19 @@ from megatron_taco.kernels.transform import hadamard
 EXTREME = tl.constexpr(2.0**60)
 
 
-@triton.jit(do_not_specialize=["numel", "count", "tiles", "out_units", "payload_units"])
+@triton.jit(do_not_specialize=["numel", "count", "out_units", "payload_units"])
 def decode_kernel(
     payloads,
     out,
     numel,
     count,
-    tiles,
     out_units,
     payload_units,
     OUT_UNIT: tl.constexpr,
     PAYLOAD_UNIT: tl.constexpr,
     WHOLE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    ACCESS: tl.constexpr,
     FAST: tl.constexpr,
     FORMAT: tl.constexpr,
     BITS: tl.constexpr,
@@ -52,26 +52,20 @@ def decode_kernel(
     """Decode G blocks of one row.
 
     Arguments as in encode.py. ``ALIGNED`` says whether scales lie at multiples of their size,
-    ``FAST`` whether ``quotient`` is accurate enough for the dtype of ``out``; ``LOG_LIMIT`` is
-    floor(log2 T).
+    ``ACCESS`` how INT6 is read (codes.py), ``FAST`` whether ``quotient`` is accurate enough for
+    the dtype of ``out``; ``LOG_LIMIT`` is floor(log2 T).
     """
-    program = tl.program_id(0).to(tl.int64)
-    row = program // tiles
-    first = (program - row * tiles) * G
+    first = tl.program_id(0).to(tl.int64) * G
+    row = tl.program_id(1).to(tl.int64)
     valid = first + block_index(G) < count
-    offsets = access_offsets(BLOCK, L, G, V)
+    J: tl.constexpr = BLOCK // (L * V)
+    CODES: tl.constexpr = BLOCK * BITS // 8
     source = payloads + row * payload_units * PAYLOAD_UNIT
-    q = load_codes(
-        source + first * (BLOCK * BITS // 8),
-        offsets * BITS // 8,
-        valid,
-        V,
-        FORMAT,
-        PAYLOAD_UNIT % 2 == 0 and V == 8,
-        MODE,
-    )
-    scale_base = source + count.to(tl.int64) * (BLOCK * BITS // 8)
+    where = access_offsets(CODES, L, G, J)
+    a, b, c = load_codes(source + first * CODES, where, valid, V, FORMAT, ACCESS)
+    scale_base = source + count.to(tl.int64) * CODES
     scale = load_scale(scale_base, first, count, G, SCALES == "merged_bf16", ALIGNED)
+    q = values_of(a, b, c, FORMAT, ACCESS, MODE)
     if SCALES == "dual":
         second_base = scale_base + 4 * count.to(tl.int64)
         alpha = load_scale(second_base, first, count, G, False, ALIGNED)
@@ -91,11 +85,14 @@ def decode_kernel(
             inverse = tl.div_rn(tl.full(alpha.shape, 1.0, tl.float32), alpha)
             x = quotient(x, alpha, inverse)
         else:
-            x = tl.div_rn(x, tl.broadcast_to(alpha, x.shape))
+            # In FP64 the quotient is exact enough to be rounded once more, also to subnormals.
+            d = alpha.to(tl.float64)
+            x = quotient(x.to(tl.float64), d, 1.0 / d).to(tl.float32)
     else:
         x = tl.div_rn(x, tl.broadcast_to(alpha, x.shape))
     target = out + row * out_units * OUT_UNIT + first * BLOCK
-    elements = offsets[:, :, :, None] + tl.arange(0, V)[None, None, None, :]
+    elements = access_offsets(BLOCK, L, G, J)[:, :, :, None]
+    elements += tl.arange(0, V)[None, None, None, :]
     if WHOLE:
         store_values(target, elements, x, valid, MODE)
     elif (first + G) * BLOCK <= numel:

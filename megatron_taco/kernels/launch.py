@@ -21,11 +21,21 @@ from megatron_taco.kernels.reduce import decode_sum_kernel, reduce_encode_kernel
 from megatron_taco.kernels.settings import Settings
 
 WARPS = 1
-LANES = {  # bytes of a value: {block: threads of a block}, at most 64 elements a thread
+MAX_ROWS = 65535  # of a grid's second axis
+# Threads of a block, by bytes of a value and by block. A thread holds 64 elements or fewer: more
+# would leave too few threads, fewer repeat what is done once for a block too often.
+LANES = {
     2: {32: 2, 64: 2, 128: 4, 256: 4, 512: 8},
     4: {32: 4, 64: 4, 128: 4, 256: 8, 512: 16},
 }
-SUM_LANES = {32: 4, 64: 4, 128: 4, 256: 8, 512: 16}
+# The same for sums: the codes of more payloads than two need registers of their own.
+SUM_LANES = {32: 2, 64: 2, 128: 4, 256: 8, 512: 16}
+PAIR_LANES = {32: 2, 64: 2, 128: 4, 256: 4, 512: 8}
+# Limits to what a thread may hold, found from what the compiler does without: rare branches must
+# not cost registers where they are not taken.
+ENCODE_REGISTERS = 96
+DECODE_REGISTERS = 96
+SUM_REGISTERS = 128
 
 
 @dataclass(frozen=True)
@@ -60,12 +70,35 @@ def conversion_mode(device: torch.device) -> int:
     return int((FP8_CONVERSIONS if capability >= (8, 9) else PTX).value)
 
 
+def _code_access(settings: Settings, vector: int) -> int:
+    """Return how many bytes are read or written at once for the codes of ``vector`` elements."""
+    return vector // 4 if settings.bits == 6 else vector * settings.bits // 8
+
+
 def _unit(rows: int, stride: int, access: int) -> int:
     """Return the largest power of two that divides the row stride, at most ``access``."""
     return access if rows == 1 else gcd(stride, access)
 
 
-def _aligned(payloads: Tensor, settings: Settings, numel: int) -> bool:
+def _fits(payloads: Tensor, settings: Settings, vector: int) -> bool:
+    """Whether the codes of ``vector`` elements can be read at once in every row."""
+    access = _code_access(settings, vector)
+    rows = payloads.shape[0]
+    return payloads.data_ptr() % 16 == 0 and _unit(rows, payloads.stride(0), access) == access
+
+
+def _payload_unit(payloads: Tensor, settings: Settings, vector: int) -> int:
+    """Return the constant part of the stride of payloads; 1 if the first has an odd address."""
+    unit = _unit(payloads.shape[0], payloads.stride(0), _code_access(settings, vector))
+    return 1 if payloads.data_ptr() % 2 else unit
+
+
+def _int6_access(settings: Settings, vector: int, unit: int) -> int:
+    """Return ACCESS of codes.py."""
+    return unit if settings.bits == 6 and unit == vector // 4 else 1
+
+
+def _aligned(payloads: Tensor, settings: Settings) -> bool:
     """Whether every scale of every row lies at a multiple of its size."""
     size = 2 if settings.scales == "merged_bf16" else 4
     stride = payloads.stride(0) if payloads.shape[0] > 1 else 0
@@ -77,57 +110,70 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def _payload_unit(payloads: Tensor, tile: Tile, settings: Settings) -> int:
-    """Return the constant part of the stride of payloads; 1 if the first has an odd address."""
-    unit = _unit(payloads.shape[0], payloads.stride(0), max(tile.vector * settings.bits // 8, 2))
-    return 1 if payloads.data_ptr() % 2 else unit
-
-
-def _start(kernel: Any, programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
+def _start(
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: torch.device,
+    registers: int | None,
+    *args: Any,
+    **constants: Any,
+) -> None:
     """Launch; floating-point contraction would change codes and is off."""
-    options = {} if interpreted() else {"num_warps": WARPS, "enable_fp_fusion": False}
+    options: dict[str, Any] = {}
+    if not interpreted():
+        options = {"num_warps": WARPS, "enable_fp_fusion": False, "maxnreg": registers}
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[(programs,)](*args, **constants, **options)
+            kernel[grid](*args, **constants, **options)
     else:
-        kernel[(programs,)](*args, **constants, **options)
+        kernel[grid](*args, **constants, **options)
+
+
+def _row_slices(rows: int) -> list[slice]:
+    """Cut rows into what one launch can take."""
+    return [slice(at, at + MAX_ROWS) for at in range(0, rows, MAX_ROWS)]
 
 
 def encode_rows(settings: Settings, x: Tensor) -> Tensor:
     """``Taco.encode_rows`` for FP32, BF16 or FP16 [R, n], R and n > 0: uint8 [R, bytes]."""
     x = _dense(x.detach())
     rows, numel = x.shape
-    vector = 16 // x.element_size()
-    tile = Tile.of(settings, LANES[x.element_size()][settings.block], vector)
+    size = x.element_size()
     payloads = torch.empty(rows, settings.payload_bytes(numel), dtype=torch.uint8, device=x.device)
+    whole = numel % settings.block == 0
+    even_rows = rows == 1 or x.stride(0) % 2 == 0
+    pairs = x.dtype == torch.bfloat16 and whole and even_rows and x.data_ptr() % 4 == 0
+    vector = 16 if settings.bits == 6 and pairs and _fits(payloads, settings, 16) else 16 // size
+    tile = Tile.of(settings, LANES[size][settings.block], vector)
     count = settings.count(numel)
-    tiles = triton.cdiv(count, tile.blocks)
-    x_unit = _unit(rows, x.stride(0), vector)
-    payload_unit = _payload_unit(payloads, tile, settings)
-    _start(
-        encode_kernel,
-        rows * tiles,
-        x.device,
-        x,
-        payloads,
-        numel,
-        count,
-        tiles,
-        x.stride(0) // x_unit,
-        payloads.stride(0) // payload_unit,
-        X_UNIT=x_unit,
-        PAYLOAD_UNIT=payload_unit,
-        WHOLE=numel % settings.block == 0,
-        FORMAT=settings.format,
-        BITS=settings.bits,
-        LIMIT=settings.limit,
-        TARGET=settings.target,
-        SCALES=settings.scales,
-        ROTATE=settings.rotate,
-        BLOCK=settings.block,
-        MODE=conversion_mode(x.device),
-        **tile.constants,
-    )
+    x_unit = _unit(rows, x.stride(0), 16 // size)
+    payload_unit = _payload_unit(payloads, settings, vector)
+    for part in _row_slices(rows):
+        _start(
+            encode_kernel,
+            (triton.cdiv(count, tile.blocks), len(range(rows)[part])),
+            x.device,
+            ENCODE_REGISTERS if size == 2 and settings.bits != 6 else None,
+            x[part],
+            payloads[part],
+            numel,
+            count,
+            x.stride(0) // x_unit,
+            payloads.stride(0) // payload_unit,
+            X_UNIT=x_unit,
+            PAYLOAD_UNIT=payload_unit,
+            WHOLE=whole,
+            PAIRS=pairs,
+            FORMAT=settings.format,
+            BITS=settings.bits,
+            LIMIT=settings.limit,
+            TARGET=settings.target,
+            SCALES=settings.scales,
+            ROTATE=settings.rotate,
+            BLOCK=settings.block,
+            MODE=conversion_mode(x.device),
+            **tile.constants,
+        )
     return payloads
 
 
@@ -139,55 +185,61 @@ def decode_rows(settings: Settings, payloads: Tensor, numel: int, dtype: torch.d
     tile = Tile.of(settings, LANES[dtype.itemsize][settings.block], vector)
     out = torch.empty(rows, numel, dtype=dtype, device=payloads.device)
     count = settings.count(numel)
-    tiles = triton.cdiv(count, tile.blocks)
     out_unit = _unit(rows, numel, vector)
-    payload_unit = _payload_unit(payloads, tile, settings)
-    _start(
-        decode_kernel,
-        rows * tiles,
-        payloads.device,
-        payloads,
-        out,
-        numel,
-        count,
-        tiles,
-        numel // out_unit,
-        payloads.stride(0) // payload_unit,
-        OUT_UNIT=out_unit,
-        PAYLOAD_UNIT=payload_unit,
-        WHOLE=numel % settings.block == 0,
-        ALIGNED=_aligned(payloads, settings, numel),
-        FAST=dtype != torch.float32,
-        FORMAT=settings.format,
-        BITS=settings.bits,
-        LOG_LIMIT=settings.log_limit,
-        SCALES=settings.scales,
-        ROTATE=settings.rotate,
-        BLOCK=settings.block,
-        MODE=conversion_mode(payloads.device),
-        **tile.constants,
-    )
+    payload_unit = _payload_unit(payloads, settings, vector)
+    for part in _row_slices(rows):
+        _start(
+            decode_kernel,
+            (triton.cdiv(count, tile.blocks), len(range(rows)[part])),
+            payloads.device,
+            DECODE_REGISTERS if dtype.itemsize == 2 else None,
+            payloads[part],
+            out[part],
+            numel,
+            count,
+            numel // out_unit,
+            payloads.stride(0) // payload_unit,
+            OUT_UNIT=out_unit,
+            PAYLOAD_UNIT=payload_unit,
+            WHOLE=numel % settings.block == 0,
+            ALIGNED=_aligned(payloads, settings),
+            ACCESS=_int6_access(settings, vector, payload_unit),
+            FAST=dtype != torch.float32,
+            FORMAT=settings.format,
+            BITS=settings.bits,
+            LOG_LIMIT=settings.log_limit,
+            SCALES=settings.scales,
+            ROTATE=settings.rotate,
+            BLOCK=settings.block,
+            MODE=conversion_mode(payloads.device),
+            **tile.constants,
+        )
     return out
 
 
 def reduce_encode(settings: Settings, payloads: Tensor, numel: int) -> Tensor:
     """``Taco.reduce_encode`` for n > 0."""
     payloads = _dense(payloads)
-    tile = Tile.of(settings, SUM_LANES[settings.block], 8)
+    ranks = payloads.shape[0]
+    lanes = (PAIR_LANES if ranks <= 2 else SUM_LANES)[settings.block]
+    vector = 16 if _fits(payloads, settings, 16) and lanes * 16 <= settings.block else 8
+    tile = Tile.of(settings, lanes, vector)
     out = torch.empty(settings.payload_bytes(numel), dtype=torch.uint8, device=payloads.device)
     count = settings.count(numel)
-    payload_unit = _payload_unit(payloads, tile, settings)
+    payload_unit = _payload_unit(payloads, settings, vector)
     _start(
         reduce_encode_kernel,
-        triton.cdiv(count, tile.blocks),
+        (triton.cdiv(count, tile.blocks),),
         payloads.device,
+        SUM_REGISTERS if 2 < ranks <= 4 else None,
         payloads,
         out,
         count,
         payloads.stride(0) // payload_unit,
-        RANKS=payloads.shape[0],
+        RANKS=ranks,
         PAYLOAD_UNIT=payload_unit,
-        ALIGNED=_aligned(payloads, settings, numel),
+        ALIGNED=_aligned(payloads, settings),
+        ACCESS=_int6_access(settings, vector, payload_unit),
         FORMAT=settings.format,
         BITS=settings.bits,
         LIMIT=settings.limit,
@@ -207,11 +259,12 @@ def decode_sum(settings: Settings, payloads: Tensor, numel: int) -> Tensor:
     tile = Tile.of(settings, LANES[4][settings.block], 4)
     out = torch.empty(numel, dtype=torch.float32, device=payloads.device)
     count = settings.count(numel)
-    payload_unit = _payload_unit(payloads, tile, settings)
+    payload_unit = _payload_unit(payloads, settings, tile.vector)
     _start(
         decode_sum_kernel,
-        triton.cdiv(count, tile.blocks),
+        (triton.cdiv(count, tile.blocks),),
         payloads.device,
+        None,
         payloads,
         out,
         numel,
@@ -219,7 +272,8 @@ def decode_sum(settings: Settings, payloads: Tensor, numel: int) -> Tensor:
         payloads.stride(0) // payload_unit,
         RANKS=payloads.shape[0],
         PAYLOAD_UNIT=payload_unit,
-        ALIGNED=_aligned(payloads, settings, numel),
+        ALIGNED=_aligned(payloads, settings),
+        ACCESS=_int6_access(settings, tile.vector, payload_unit),
         WHOLE=numel % settings.block == 0,
         FORMAT=settings.format,
         BITS=settings.bits,

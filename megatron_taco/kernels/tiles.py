@@ -13,13 +13,46 @@ def block_index(G: tl.constexpr):
 
 
 @triton.jit
-def access_offsets(BLOCK: tl.constexpr, L: tl.constexpr, G: tl.constexpr, V: tl.constexpr):
-    """Return the first element of each access of a thread, within the tile: int32 [L, G, J]."""
-    J: tl.constexpr = BLOCK // (L * V)
-    lane = tl.arange(0, L)[:, None, None] * V
-    block = tl.arange(0, G)[None, :, None] * BLOCK
-    access = tl.arange(0, J)[None, None, :] * (L * V)
+def access_offsets(SIZE: tl.constexpr, L: tl.constexpr, G: tl.constexpr, J: tl.constexpr):
+    """Return where each access of a thread starts in the tile: int64 [L, G, J].
+
+    ``SIZE`` is that of a block, in any unit. In 64 bits the compiler can put the constant parts
+    into the instructions.
+    """
+    lane = tl.arange(0, L).to(tl.int64)[:, None, None] * (SIZE // (L * J))
+    block = tl.arange(0, G)[None, :, None] * SIZE
+    access = tl.arange(0, J)[None, None, :] * (SIZE // J)
     return block + access + lane
+
+
+@triton.jit
+def split_last(x):
+    """Split the last axis of a 4-D tensor into even and odd elements."""
+    A: tl.constexpr = x.shape[0]
+    B: tl.constexpr = x.shape[1]
+    C: tl.constexpr = x.shape[2]
+    D: tl.constexpr = x.shape[3]
+    return tl.split(tl.reshape(x, (A, B, C, D // 2, 2)))
+
+
+@triton.jit
+def interleave_last(a, b):
+    """Undo ``split_last``."""
+    A: tl.constexpr = a.shape[0]
+    B: tl.constexpr = a.shape[1]
+    C: tl.constexpr = a.shape[2]
+    D: tl.constexpr = a.shape[3]
+    return tl.reshape(tl.join(a, b), (A, B, C, D * 2))
+
+
+@triton.jit
+def append_last(a, b):
+    """Return ``b`` behind ``a`` along the last axis of 4-D tensors."""
+    A: tl.constexpr = a.shape[0]
+    B: tl.constexpr = a.shape[1]
+    C: tl.constexpr = a.shape[2]
+    D: tl.constexpr = a.shape[3]
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 1, 2, 4, 3)), (A, B, C, D * 2))
 
 
 @triton.jit
@@ -32,6 +65,26 @@ def load_values(base, elements, mask, MODE: tl.constexpr):
         bits = tl.load(base.to(tl.pointer_type(tl.uint16)) + elements, mask=mask, other=0)
         return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return tl.load(base + elements, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_pairs(base, offsets, V: tl.constexpr):
+    """Load BF16 values two at a time: int32 [L, G, J, V / 2], the even one in the low half.
+
+    ``offsets`` [L, G, J, 1] are in pairs. V is 8 or 16.
+    """
+    pairs = base.to(tl.pointer_type(tl.int32)) + offsets + tl.arange(0, 4)[None, None, None, :]
+    words = tl.load(pairs)
+    if V == 16:  # in two accesses: the compiler would spread one of 32 bytes over two threads
+        words = append_last(words, tl.load(pairs + 4))
+    return words
+
+
+@triton.jit
+def unpack_pairs(words):
+    """Return the values of ``load_pairs``: FP32 [L, G, J, V]."""
+    even = (words << 16).to(tl.float32, bitcast=True)
+    return interleave_last(even, (words & -0x10000).to(tl.float32, bitcast=True))
 
 
 @triton.jit

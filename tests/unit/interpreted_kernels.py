@@ -1,6 +1,7 @@
-"""Run by test_kernels.py under TRITON_INTERPRET=1: the kernels against plain torch, on the CPU.
+"""The kernels against plain torch: by Triton's interpreter on the CPU, or on a GPU.
 
-Arguments: a seed and a share, "k/n": the arms k, k + n, k + 2n ... are checked.
+test_kernels.py runs this file under TRITON_INTERPRET=1 with a seed and a share, "k/n": the arms
+k, k + n, k + 2n ... are checked. tests/gpu/test_kernels_gpu.py imports it.
 """
 
 import itertools
@@ -16,14 +17,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ODD = 7
 
 
-def arms() -> list[tuple[Taco, torch.dtype, int]]:
-    """Every format and scale with every dtype; blocks, rotations and odd sizes take turns."""
+def arms(blocks: int) -> list[tuple[Taco, torch.dtype, int]]:
+    """Every format and scale with every dtype; blocks, rotations and odd sizes take turns.
+
+    Each is a compressor, a dtype and a number of elements, of about ``blocks`` blocks.
+    """
     found = []
     pairs = itertools.product(("e4m3", "e5m2", "int8", "int6", "int4"), SCALES, DTYPES)
     for k, (form, scales, dtype) in enumerate(pairs):
         block = BLOCKS[k % len(BLOCKS)]
         rotation = ROTATIONS[k // 2 % 2]
-        numel = 2 * block + (ODD, 0, -ODD)[k // len(BLOCKS) % 3]
+        numel = blocks * block + (ODD, 0, -ODD)[k // len(BLOCKS) % 3]
         found.append((Taco(form, block, rotation, scales), dtype, numel))
     return found
 
@@ -52,44 +56,73 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def unaligned(payloads: torch.Tensor, shift: int, gap: int) -> torch.Tensor:
     """Return a copy at an address that is odd in every sense, with a gap after each row."""
     rows, size = payloads.shape
-    memory = torch.zeros(shift + rows * (size + gap), dtype=torch.uint8)
+    memory = torch.zeros(shift + rows * (size + gap), dtype=torch.uint8, device=payloads.device)
     view = memory[shift:].view(rows, size + gap)[:, :size]
     view.copy_(payloads)
     return view
 
 
-def check(taco: Taco, dtype: torch.dtype, numel: int) -> list[str]:
-    """Return what differs between kernels and torch, by name."""
+def check(taco: Taco, dtype: torch.dtype, numel: int, device: str) -> list[str]:
+    """Return what differs between kernels on ``device`` and torch on the CPU, by name."""
     torch_only = taco.reference()
     x = hard_data(3, numel, taco.block, dtype)
-    wide = torch.zeros(3, numel + 5, dtype=dtype)
+    wide = torch.zeros(3, numel + 5, dtype=dtype, device=device)
     wide[:, :numel] = x
     payloads = torch_only.encode_rows(x)
-    odd = unaligned(payloads, 1, 2)
+    opposites = torch_only.encode_rows(torch.stack((x[1], -x[1])))
+    values = torch_only.decode_rows(payloads, numel, dtype)
+    there = payloads.to(device)
+    odd = unaligned(there, 1, 2)
+    many = payloads[[0, 2, 1, 2, 0, 2, 2, 1, 2]]
     pairs = {
-        "encode": (torch_only.encode_rows(x), taco.encode_rows(wide[:, :numel])),
-        "decode": (
-            torch_only.decode_rows(payloads, numel, dtype),
-            taco.decode_rows(payloads, numel, dtype),
-        ),
-        "decode, odd address": (
-            torch_only.decode_rows(payloads, numel, dtype),
-            taco.decode_rows(odd, numel, dtype),
-        ),
-        "decode_sum": (
-            torch_only.decode_sum(payloads, numel),
-            taco.decode_sum(payloads, numel),
-        ),
+        "encode": (payloads, taco.encode_rows(x.to(device))),
+        "encode, wide rows": (payloads, taco.encode_rows(wide[:, :numel])),
+        "decode": (values, taco.decode_rows(there, numel, dtype)),
+        "decode, odd address": (values, taco.decode_rows(odd, numel, dtype)),
+        "decode_sum": (torch_only.decode_sum(payloads, numel), taco.decode_sum(there, numel)),
         "reduce_encode": (
+            torch_only.reduce_encode(payloads, numel),
+            taco.reduce_encode(there, numel),
+        ),
+        "reduce_encode, odd address": (
             torch_only.reduce_encode(payloads, numel),
             taco.reduce_encode(odd, numel),
         ),
         "reduce_encode of opposites": (
-            torch_only.reduce_encode(torch_only.encode_rows(torch.stack((x[1], -x[1]))), numel),
-            taco.reduce_encode(torch_only.encode_rows(torch.stack((x[1], -x[1]))), numel),
+            torch_only.reduce_encode(opposites, numel),
+            taco.reduce_encode(opposites.to(device), numel),
+        ),
+        "reduce_encode of nine": (
+            torch_only.reduce_encode(many, numel),
+            taco.reduce_encode(many.to(device), numel),
         ),
     }
-    return [name for name, (a, b) in pairs.items() if not torch.equal(bits(a), bits(b))]
+    return [name for name, (a, b) in pairs.items() if not torch.equal(bits(a), bits(b.cpu()))]
+
+
+def check_float8() -> list[str]:
+    """Compare the software FP8 conversions with torch's: every BF16 number, ties, neighbours."""
+    from tests.unit.kernel_probes import convert_float8
+
+    every = (torch.arange(2**16, dtype=torch.int32) << 16).view(torch.float32)
+    ulp = torch.tensor(1, dtype=torch.int32)
+    near = [(every.view(torch.int32) + k * ulp).view(torch.float32) for k in (-1, 0, 1, 2)]
+    wrong = []
+    for dtype, mantissa, bias, limit in (
+        (torch.float8_e4m3fn, 3, 7, 448.0),
+        (torch.float8_e5m2, 2, 15, 57344.0),
+    ):
+        for x in near:
+            x = torch.where(x.isfinite(), x, 1.0).clamp(-limit, limit)
+            codes = torch.zeros(x.numel(), dtype=torch.uint8)
+            back = torch.zeros(x.numel())
+            convert_float8[(1,)](x, codes, back, x.numel(), mantissa, bias)
+            expected = x.to(dtype)
+            if not torch.equal(codes, expected.view(torch.uint8)):
+                wrong.append(f"to {dtype}")
+            if not torch.equal(bits(back), bits(expected.float())):
+                wrong.append(f"from {dtype}")
+    return wrong
 
 
 def main() -> int:
@@ -98,14 +131,18 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # NumPy's, about infinities
     seed, (share, shares) = int(sys.argv[1]), map(int, sys.argv[2].split("/"))
     failures = 0
-    chosen = arms()[share::shares]
+    chosen = arms(2)[share::shares]
     for k, (taco, dtype, numel) in enumerate(chosen):
         torch.manual_seed(seed + k)
-        wrong = check(taco, dtype, numel)
+        wrong = check(taco, dtype, numel, "cpu")
         failures += bool(wrong)
         if wrong:
             print(f"{taco} {dtype} numel {numel} seed {seed + k}: {', '.join(wrong)} differ")
     print(f"{len(chosen)} arms checked, {failures} differ")
+    if share == 0:
+        wrong = check_float8()
+        failures += bool(wrong)
+        print(f"float8 conversions checked, {len(wrong)} differ: {', '.join(wrong)}")
     return min(failures, 1)
 
 

@@ -27,12 +27,12 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-@pytest.mark.parametrize("share", ["0/3", "1/3", "2/3"])
+@pytest.mark.parametrize("share", ["0/7", "3/7", "5/7"])
 def test_kernels_give_the_bytes_of_torch(share: str) -> None:
     script = str(ROOT / "tests" / "unit" / "interpreted_kernels.py")
     run = python(script, str(time.time_ns() % 10**6), share, TRITON_INTERPRET="1")
     assert run.returncode == 0, run.stdout + run.stderr
-    assert re.search(r"^15 arms checked, 0 differ$", run.stdout, re.MULTILINE), run.stdout
+    assert re.search(r"^[67] arms checked, 0 differ$", run.stdout, re.MULTILINE), run.stdout
 
 
 def test_cpu_tensors_stay_on_torch_and_triton_is_not_imported() -> None:
