@@ -59,15 +59,3 @@ def quotient(x, d, inverse):
     q = x * inverse
     # Triton's unary minus is a subtraction from +0, which is slower and loses the sign of zeros.
     return tl.fma(tl.fma(q, d, x * -1.0), inverse * -1.0, q)
-
-
-@triton.jit
-def settled(x, MODE: tl.constexpr):
-    """Return FP32 ``x``; the compiler may not compute it twice, for users in different layouts."""
-    if MODE == PORTABLE:
-        y = x
-    else:
-        y = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1
-        )
-    return y

@@ -85,9 +85,7 @@ def decode_kernel(
             inverse = tl.div_rn(tl.full(alpha.shape, 1.0, tl.float32), alpha)
             x = quotient(x, alpha, inverse)
         else:
-            # In FP64 the quotient is exact enough to be rounded once more, also to subnormals.
-            d = alpha.to(tl.float64)
-            x = quotient(x.to(tl.float64), d, 1.0 / d).to(tl.float32)
+            x = tl.div_rn(x, tl.broadcast_to(alpha, x.shape))
     else:
         x = tl.div_rn(x, tl.broadcast_to(alpha, x.shape))
     target = out + row * out_units * OUT_UNIT + first * BLOCK

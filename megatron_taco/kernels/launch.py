@@ -28,13 +28,14 @@ LANES = {
     2: {32: 2, 64: 2, 128: 4, 256: 4, 512: 8},
     4: {32: 4, 64: 4, 128: 4, 256: 8, 512: 16},
 }
+# Decoding needs registers for its rare path, so a thread holds 32 elements.
+DECODE_LANES = {2: {32: 2, 64: 2, 128: 4, 256: 8, 512: 16}, 4: LANES[4]}
 # The same for sums: the codes of more payloads than two need registers of their own.
 SUM_LANES = {32: 2, 64: 2, 128: 4, 256: 8, 512: 16}
 PAIR_LANES = {32: 2, 64: 2, 128: 4, 256: 4, 512: 8}
 # Limits to what a thread may hold, found from what the compiler does without: rare branches must
 # not cost registers where they are not taken.
 ENCODE_REGISTERS = 96
-DECODE_REGISTERS = 96
 SUM_REGISTERS = 128
 
 
@@ -182,7 +183,7 @@ def decode_rows(settings: Settings, payloads: Tensor, numel: int, dtype: torch.d
     payloads = _dense(payloads)
     rows = payloads.shape[0]
     vector = 16 // dtype.itemsize
-    tile = Tile.of(settings, LANES[dtype.itemsize][settings.block], vector)
+    tile = Tile.of(settings, DECODE_LANES[dtype.itemsize][settings.block], vector)
     out = torch.empty(rows, numel, dtype=dtype, device=payloads.device)
     count = settings.count(numel)
     out_unit = _unit(rows, numel, vector)
@@ -192,7 +193,7 @@ def decode_rows(settings: Settings, payloads: Tensor, numel: int, dtype: torch.d
             decode_kernel,
             (triton.cdiv(count, tile.blocks), len(range(rows)[part])),
             payloads.device,
-            DECODE_REGISTERS if dtype.itemsize == 2 else None,
+            None,
             payloads[part],
             out[part],
             numel,
@@ -231,7 +232,7 @@ def reduce_encode(settings: Settings, payloads: Tensor, numel: int) -> Tensor:
         reduce_encode_kernel,
         (triton.cdiv(count, tile.blocks),),
         payloads.device,
-        SUM_REGISTERS if 2 < ranks <= 4 else None,
+        SUM_REGISTERS if ranks <= 4 else None,
         payloads,
         out,
         count,

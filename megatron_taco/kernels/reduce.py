@@ -20,8 +20,9 @@ from megatron_taco.kernels.tiles import (
 )
 from megatron_taco.kernels.transform import hadamard
 
-# More payloads than this are summed in a loop.
-UNROLLED = tl.constexpr(8)
+# More payloads than this are summed in a loop: their codes would need too many registers.
+UNROLLED_FLOATS = tl.constexpr(8)
+UNROLLED_INTEGERS = tl.constexpr(4)
 
 
 @triton.jit
@@ -80,7 +81,11 @@ def rotated_sum(
     codes = payloads + first * CODES
     scale_base = payloads + count * CODES
     offsets = access_offsets(CODES, L, G, BLOCK // (L * V))
-    if RANKS <= UNROLLED:
+    # -0 + x is x, also for x = -0; tl.full would make -0.0 a +0.
+    zero = tl.full((L, G, BLOCK // (L * V), V), -0x80000000, tl.int32)
+    z = zero.to(tl.float32, bitcast=True)
+    FLOATS: tl.constexpr = FORMAT == "e4m3" or FORMAT == "e5m2"
+    if (UNROLLED_FLOATS if FLOATS else UNROLLED_INTEGERS) >= RANKS:
         # All loads first: what is in flight at a time decides the speed.
         raw = ()
         scales = ()
@@ -92,9 +97,7 @@ def rotated_sum(
         for rank in tl.static_range(1, RANKS):
             e = tl.maximum(e, _exponent(scales[rank][0], scales[rank][1], SCALES))
         e = clamp_exponent(e + LOG_LIMIT)
-        relative = _relative(scales[0][0], scales[0][1], e, first, count, SCALES)
-        z = values_of(raw[0][0], raw[0][1], raw[0][2], FORMAT, ACCESS, MODE) * relative
-        for rank in tl.static_range(1, RANKS):
+        for rank in tl.static_range(RANKS):
             relative = _relative(scales[rank][0], scales[rank][1], e, first, count, SCALES)
             q = values_of(raw[rank][0], raw[rank][1], raw[rank][2], FORMAT, ACCESS, MODE)
             z += q * relative
@@ -104,9 +107,6 @@ def rotated_sum(
             s, alpha = _scales(scale_base + rank * stride, first, count, G, SCALES, ALIGNED)
             e = tl.maximum(e, _exponent(s, alpha, SCALES))
         e = clamp_exponent(e + LOG_LIMIT)
-        # -0 + x is x, also for x = -0; tl.full would make -0.0 a +0.
-        zero = tl.full((L, G, BLOCK // (L * V), V), -0x80000000, tl.int32)
-        z = zero.to(tl.float32, bitcast=True)
         for rank in tl.range(0, RANKS):
             s, alpha = _scales(scale_base + rank * stride, first, count, G, SCALES, ALIGNED)
             a, b, c = load_codes(codes + rank * stride, offsets, valid, V, FORMAT, ACCESS)
