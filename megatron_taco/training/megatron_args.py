@@ -78,6 +78,10 @@ def defaults(config: Config, device: Device) -> dict[str, Any]:
         "enable_one_logger": False,
         "eval_interval": _after_the_end(config),
     }
+    if config.megatron.get("save") is None:
+        # On a NaN the rerun machine saves a checkpoint to be diagnosed, and without a folder it
+        # fails before it says what was wrong.
+        values["rerun_mode"] = "disabled"
     if device == "cpu":
         values |= {
             "distributed_backend": "gloo",

@@ -205,13 +205,17 @@ class _Run:
         stack.callback(session.undo)
         attention = "sdpa" if self.config.model.attention == "auto" else self.config.model.attention
         model_config = model_config_from_args(args, attention)
-        pretrain(
-            pretrain_cfg_container_from_args(args, model_config),
-            train_valid_test_datasets_provider,
-            ModelType.encoder_or_decoder,
-            forward_step,
-            store=store,
-        )
+        try:
+            pretrain(
+                pretrain_cfg_container_from_args(args, model_config),
+                train_valid_test_datasets_provider,
+                ModelType.encoder_or_decoder,
+                forward_step,
+                store=store,
+            )
+        except SystemExit as stop:  # Megatron's exit_interval, exit_duration_in_mins, signals
+            if stop.code not in (None, 0):
+                raise
         session.finish()
         dist.barrier()
         dist.destroy_process_group()

@@ -59,11 +59,27 @@ def test_3d_layouts_train_compressed(
     assert sorted(after) == [11, 12, 13, 14]
     assert {step: unbroken[step] for step in after} == after
 
+    assert unbroken[14] < unbroken[1] - 0.3
+    if layout and layout != (SP,):
+        return  # interleaving changes the order of the same work: one comparison a kind is enough
     run_ranks(train, 8, config, [*base, OFF, "run.name=off"], init=False, timeout=240)
     uncompressed = losses(tmp_path, "off")
     assert unbroken[14] == pytest.approx(uncompressed[14], rel=0.01)
     assert unbroken != uncompressed
-    assert unbroken[14] < unbroken[1] - 0.3
+
+
+def test_resuming_without_the_distributed_optimizer_changes_no_bit(
+    run_ranks: RankRunner, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path)
+    base = ["megatron.tensor_model_parallel_size=2", f"megatron.save={tmp_path / 'saved'}"]
+    run_ranks(train, 2, config, [*base, "megatron.save_interval=3"], init=False, timeout=120)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
+    resume = ["run.name=resumed", f"megatron.load={tmp_path / 'saved'}"]
+    run_ranks(train, 2, config, [base[0], *resume], init=False, timeout=120)
+    unbroken, after = losses(tmp_path), losses(tmp_path, "resumed")
+    assert sorted(after) == [4, 5, 6]
+    assert {step: unbroken[step] for step in after} == after
 
 
 def test_recomputation_sends_the_same_bytes(run_ranks: RankRunner, tmp_path: Path) -> None:
@@ -92,6 +108,7 @@ def test_checkpoints_cross_over(run_ranks: RankRunner, tmp_path: Path) -> None:
         folder = tmp_path / f"saved-{name}"
         base = [*TP2_PP2, f"run.name={name}"]
         start = [*base, *([first] if first else []), f"megatron.save={folder}"]
+        start += ["megatron.train_iters=9", "megatron.exit_interval=6"]
         run_ranks(train, 4, config, [*start, "megatron.save_interval=6"], init=False, timeout=120)
         go_on = [*base, *([second] if second else []), f"megatron.load={folder}"]
         run_ranks(train, 4, config, [*go_on, "megatron.train_iters=9"], init=False, timeout=120)
