@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import logging
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from megatron_taco.config.files import missing_files
 from megatron_taco.training.failures import describe
 from megatron_taco.training.launch_env import Ranks, ranks_from_environment
 from megatron_taco.training.megatron_args import Device
-from megatron_taco.training.run_folder import RunFolder
+from megatron_taco.training.run_folder import RunFolder, versions
 
 if TYPE_CHECKING:
     from megatron_taco.patching.session import Session
@@ -30,7 +30,6 @@ _LOGGED_TO_FILE = (
     "megatron_taco",
     "torch.utils.cpp_extension",
 )
-_AGREEMENT_TIMEOUT = datetime.timedelta(minutes=5)
 
 
 def run(path: str, overrides: Sequence[str], *, check_only: bool = False) -> int:
@@ -50,9 +49,10 @@ def run(path: str, overrides: Sequence[str], *, check_only: bool = False) -> int
 
 
 def _complain(ranks: Ranks, error: BaseException, code: int) -> int:
-    """Print a user's mistake once; all ranks find the same one and leave alike."""
-    if ranks.rank == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    """Print a user's mistake once a machine; its ranks find the same one and leave alike."""
+    if ranks.local_rank == 0:
+        where = "" if ranks.rank == 0 else f" (rank {ranks.rank} on {socket.gethostname()})"
+        print(f"error{where}: {error}", file=sys.stderr, flush=True)
     return code
 
 
@@ -65,6 +65,7 @@ class _Run:
         self.console = console
         self.folder = RunFolder(config.run.folder)
         self.session: Session | None = None
+        self.data_digest: str | None = None
 
     def execute(self, *, check_only: bool) -> int:
         """Check, agree, train; see :func:`run`."""
@@ -72,6 +73,7 @@ class _Run:
         from megatron_taco.patching import conflicts
         from megatron_taco.patching.errors import PatchError
         from megatron_taco.patching.flows import FlowCheckError
+        from megatron_taco.training.agreement import agree
 
         with contextlib.ExitStack() as stack:
             try:
@@ -87,10 +89,13 @@ class _Run:
                     if self.ranks.rank == 0:
                         print(self.config.to_yaml(), file=self.console, end="")
                     return OK
-                store = self._agree()
+                store = self._rendezvous()
+                agree(store, self.ranks, self.config.canonical(), "configuration")
                 self._make_folder()
                 stack.enter_context(self._quiet(self.folder.log_path(self.ranks.rank)))
-                self._train(self._prepare(device, stack), store, stack)
+                args = self._prepare(device, stack)
+                agree(store, self.ranks, {**versions(), "data": self.data_digest}, "environment")
+                self._train(args, store, stack)
                 return OK
             except (DataError, PatchError, FlowCheckError) as error:
                 code = FAILED if isinstance(error, FlowCheckError) else USER_ERROR
@@ -131,19 +136,18 @@ class _Run:
         named = self.config.data.tokenizer
         tokenizer = load_tokenizer(f"hf:{named.path}" if named.kind == "hf" else named.kind)
         data = stdlib.prepare(Path(self.config.data.cache), tokenizer)
+        self.data_digest = data.digest
         return {"train": str(data.train_prefix), "valid": str(data.valid_prefix)}
 
-    def _agree(self) -> Any:
+    def _rendezvous(self) -> Any:
+        """The store of the run, before any process group exists."""
         import torch.distributed as dist
 
-        from megatron_taco.training.agreement import agree
+        from megatron_taco.training.agreement import START_TIMEOUT
 
-        iterator = dist.rendezvous(
-            "env://", self.ranks.rank, self.ranks.world_size, timeout=_AGREEMENT_TIMEOUT
-        )
-        store, rank, world_size = next(iterator)
-        agree(store, rank, world_size, self.config.canonical(), _AGREEMENT_TIMEOUT)
-        return store
+        ranks = self.ranks
+        meet = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=START_TIMEOUT)
+        return next(meet)[0]
 
     def _make_folder(self) -> None:
         if self.ranks.rank == 0:
@@ -217,7 +221,6 @@ class _Run:
             if stop.code not in (None, 0):
                 raise
         session.finish()
-        dist.barrier()
         dist.destroy_process_group()
 
     def _report_failure(self, error: Exception) -> None:

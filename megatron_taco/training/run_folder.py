@@ -16,16 +16,21 @@ _FILES = ("config.yaml", "environment.json", "metrics.jsonl", "logs")
 _PACKAGES = ("torch", "megatron-core", "triton", "transformer-engine", "numpy", "megatron-taco")
 
 
+def versions() -> dict[str, str | None]:
+    """Versions of the packages that decide what a rank computes and sends; None where absent."""
+    found: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
 def environment() -> dict[str, Any]:
     """Versions, host and devices of this process, for ``environment.json``."""
     import torch
 
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
     gpus = []
     if torch.cuda.is_available():
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -36,7 +41,7 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "gpus": gpus,
         "cuda": torch.version.cuda,
-        "versions": versions,
+        "versions": versions(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "argv": sys.argv,
     }

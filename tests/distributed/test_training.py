@@ -165,3 +165,51 @@ def test_a_table_of_roles_is_recorded(run_ranks: RankRunner, tmp_path: Path) -> 
     assert flows["tp.forward all_reduce"]["raw_bytes"] == calls * elements * 2
     assert flows["tp.forward all_reduce"]["wire_bytes"] == calls * (elements + elements // 256 * 8)
     assert flows["tp.forward all_reduce"]["error"] == pytest.approx(0.026, rel=0.05)
+
+
+def prepare_text(folder: Path) -> None:
+    """Two byte-level data sets of this repository's own sources, as ``prepare-data`` makes them."""
+    from megatron_taco.cli import main
+
+    source = Path(__file__).parent.parent.parent / "megatron_taco"
+    for part in ("config", "patching"):
+        command = ["prepare-data", str(source / part), "--output", str(folder / part)]
+        assert main([*command, "--tokenizer", "bytes", "--append-eod", "--include", "*.py"]) == 0
+
+
+def prepare_text_once(rank: int, world_size: int, folder: str) -> None:
+    prepare_text(Path(folder))
+
+
+def test_prepared_data_blends_and_tensorboard(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """Own .bin/.idx prefixes as a weighted blend, split as Megatron does; scalars are written."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = write_config(tmp_path)
+    prefixes = [str(tmp_path / f"{part}_text_document") for part in ("config", "patching")]
+    overrides = [
+        "data.source=null",
+        f"data.path=[0.7, {prefixes[0]}, 0.3, {prefixes[1]}]",
+        "data.split='9,1,0'",
+        "data.tokenizer=bytes",
+        "telemetry.tensorboard=true",
+        "megatron.eval_iters=2",
+        "megatron.train_iters=12",
+        "megatron.lr_decay_iters=12",
+    ]
+    run_ranks(prepare_text_once, 1, str(tmp_path), init=False, timeout=120)
+    two = ["megatron.tensor_model_parallel_size=2", "megatron.tensorboard_log_interval=1"]
+    run_ranks(train, 2, config, [*overrides, *two], init=False, timeout=120)
+    found = losses(tmp_path)
+    assert found[12] < found[1] - 0.5
+    validation = [line for line in metrics(tmp_path) if line["event"] == "validation"]
+    assert [line["iteration"] for line in validation] == [12]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    name = "megatron_taco/tp.forward/all_reduce"
+    assert len(events.Scalars(f"{name}/wire_bytes")) == 12
+    ratio = (
+        events.Scalars(f"{name}/wire_bytes")[3].value / events.Scalars(f"{name}/raw_bytes")[3].value
+    )
+    assert ratio == pytest.approx(0.516, abs=0.001)
+    assert len(events.Scalars("lm loss")) == 12
