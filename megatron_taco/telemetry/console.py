@@ -65,7 +65,15 @@ def flow_table(totals: Sequence[FlowTotal], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("role")
     table.add_column("collective")
-    columns = ("calls", "compressed", "raw", "wire", "wire/raw", "error", "non-finite blocks")
+    columns = (
+        "calls",
+        "compressed",
+        "raw",
+        "wire",
+        "wire/raw",
+        "encode error",
+        "non-finite blocks",
+    )
     for column in columns:
         table.add_column(column, justify="right")
     seen = [total for total in totals if total.seen]

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
+import io
 import os
 import socket
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megatron_taco.config import Config, ConfigError, Problem, load
 from megatron_taco.config.files import missing_files
 from megatron_taco.training.failures import describe
-from megatron_taco.training.launch_env import Ranks, ranks_from_environment
+from megatron_taco.training.launch_env import Ranks, ranks_from_environment, started_by_launcher
 from megatron_taco.training.megatron_args import Device
+from megatron_taco.training.quiet import quiet
 from megatron_taco.training.run_folder import RunFolder, versions
 
 if TYPE_CHECKING:
     from megatron_taco.patching.session import Session
 
 OK, FAILED, USER_ERROR = 0, 1, 2
-_LOGGED_TO_FILE = (
-    "py.warnings",
-    "megatron",
-    "megatron_taco",
-    "torch.utils.cpp_extension",
-)
 
 
 def run(path: str, overrides: Sequence[str], *, check_only: bool = False) -> int:
@@ -40,10 +34,11 @@ def run(path: str, overrides: Sequence[str], *, check_only: bool = False) -> int
         overrides: ``dotted.key=value`` strings.
         check_only: stop after Megatron's own parser has accepted the configuration.
     """
+    launched = started_by_launcher()
     ranks = ranks_from_environment()
     try:
-        config = load(path, overrides)
-        return _Run(config, ranks, sys.stdout).execute(check_only=check_only)
+        this = _Run(load(path, overrides), ranks, sys.stdout)
+        return this.check(launched=launched) if check_only else this.execute()
     except ConfigError as error:
         return _complain(ranks, error, USER_ERROR)
 
@@ -67,34 +62,43 @@ class _Run:
         self.session: Session | None = None
         self.data_digest: str | None = None
 
-    def execute(self, *, check_only: bool) -> int:
+    def check(self, *, launched: bool) -> int:
+        """Check the configuration and print it resolved; no data and no other rank is needed."""
+        from megatron_taco.training import megatron_args
+
+        self._refuse(with_files=False)
+        with contextlib.ExitStack() as stack:
+            device = self._device()
+            stack.enter_context(self._quiet(io.StringIO()))
+            self._shim(device, stack)
+            size = None if launched else megatron_args.smallest_world_size(self.config)
+            megatron_args.parse(self.config, device=device, world_size=size)
+        if self.ranks.rank == 0:
+            print(self.config.to_yaml(), file=self.console, end="")
+        return OK
+
+    def execute(self) -> int:
         """Check, agree, train; see :func:`run`."""
         from megatron_taco.data import DataError
-        from megatron_taco.patching import conflicts
         from megatron_taco.patching.errors import PatchError
         from megatron_taco.patching.flows import FlowCheckError
         from megatron_taco.training.agreement import agree
 
         with contextlib.ExitStack() as stack:
             try:
-                refused: list[Problem | str] = [*conflicts.check(self.config)]
-                if not check_only:
-                    refused += missing_files(self.config)
-                if refused:
-                    raise ConfigError(refused)
+                self._refuse(with_files=True)
                 device = self._device()
-                if check_only:
-                    stack.enter_context(self._quiet(Path(os.devnull)))
-                    self._prepare(device, stack)
-                    if self.ranks.rank == 0:
-                        print(self.config.to_yaml(), file=self.console, end="")
-                    return OK
                 store = self._rendezvous()
                 agree(store, self.ranks, self.config.canonical(), "configuration")
-                self._make_folder()
-                stack.enter_context(self._quiet(self.folder.log_path(self.ranks.rank)))
-                args = self._prepare(device, stack)
-                agree(store, self.ranks, {**versions(), "data": self.data_digest}, "environment")
+                start_up_output = io.StringIO()
+                with self._quiet(start_up_output):
+                    self._shim(device, stack)
+                    args = self._parse(device)
+                facts = {**versions(), "data": self.data_digest, "device": device}
+                agree(store, self.ranks, facts, "environment")
+                log = stack.enter_context(self._claim_folder(store))
+                log.write(start_up_output.getvalue())
+                stack.enter_context(self._quiet(log))
                 self._train(args, store, stack)
                 return OK
             except (DataError, PatchError, FlowCheckError) as error:
@@ -106,6 +110,15 @@ class _Run:
                 self._report_failure(error)
                 return FAILED
 
+    def _refuse(self, *, with_files: bool) -> None:
+        from megatron_taco.patching import conflicts
+
+        refused: list[Problem | str] = [*conflicts.check(self.config)]
+        if with_files:
+            refused += missing_files(self.config)
+        if refused:
+            raise ConfigError(refused)
+
     def _device(self) -> Device:
         """The device to run on, with the environment set that has to precede CUDA's start."""
         from megatron_taco.training import megatron_args
@@ -115,17 +128,27 @@ class _Run:
             os.environ.setdefault(name, value)
         return device
 
-    def _prepare(self, device: Device, stack: contextlib.ExitStack) -> argparse.Namespace:
-        """Megatron's validated arguments; its own parser and rules decide."""
+    def _quiet(self, stream: IO[str]) -> contextlib.AbstractContextManager[None]:
+        return quiet(stream) if self.config.run.quiet else contextlib.nullcontext()
+
+    @staticmethod
+    def _shim(device: Device, stack: contextlib.ExitStack) -> None:
         if device == "cpu":
             from megatron_taco.patching.cpu import CpuShim
 
             shim = CpuShim().install()
             stack.callback(shim.undo)
             shim.install_megatron()
-        from megatron_taco.training import megatron_args
 
-        return megatron_args.parse(self.config, device=device, embedded=self._embedded_data())
+    def _parse(self, device: Device) -> argparse.Namespace:
+        """Megatron's validated arguments; its own parser and rules decide, then the data's."""
+        from megatron_taco.training import data_checks, megatron_args
+
+        args = megatron_args.parse(self.config, device=device, embedded=self._embedded_data())
+        problems = data_checks.check(self.config, args)
+        if problems:
+            raise ConfigError(problems)
+        return args
 
     def _embedded_data(self) -> dict[str, str] | None:
         """Prefixes of the prepared embedded source; one process of a machine prepares it."""
@@ -146,39 +169,37 @@ class _Run:
         from megatron_taco.training.agreement import START_TIMEOUT
 
         ranks = self.ranks
-        meet = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=START_TIMEOUT)
-        return next(meet)[0]
-
-    def _make_folder(self) -> None:
-        if self.ranks.rank == 0:
-            resume = "load" in self.config.megatron
-            self.folder.create(self.config.to_yaml(), resume=resume)
+        try:
+            meet = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=START_TIMEOUT)
+            return next(meet)[0]
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            raise ConfigError(
+                f"rank {ranks.rank} of {ranks.world_size} could not meet the others at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
+                f"{START_TIMEOUT.total_seconds():.0f} s; did all ranks start? "
+                f"({str(error).splitlines()[0]})"
+            ) from error
 
     @contextlib.contextmanager
-    def _quiet(self, path: Path) -> Iterator[None]:
-        """Send Megatron's own output and all warnings to a file while the console shows ours."""
-        if not self.config.run.quiet:
-            yield
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            path.open("a", encoding="utf-8", buffering=1) as log,
-            contextlib.redirect_stdout(log),
-            warnings.catch_warnings(),
-        ):
-            handler = logging.StreamHandler(log)
-            loggers = [logging.getLogger(name) for name in _LOGGED_TO_FILE]
-            for logger in loggers:
-                logger.addHandler(handler)
-                logger.propagate = False
-            logging.captureWarnings(True)
-            try:
-                yield
-            finally:
-                logging.captureWarnings(False)
-                for logger in loggers:
-                    logger.propagate = True
-                    logger.removeHandler(handler)
+    def _claim_folder(self, store: Any) -> Any:
+        """Rank 0 makes the run folder and keeps others out; then every rank opens its log in it."""
+        from megatron_taco.data import DataError
+
+        with contextlib.ExitStack() as stack:
+            said = "ready"
+            if self.ranks.rank == 0:
+                resume = self.config.megatron.get("load") is not None
+                try:
+                    stack.enter_context(self.folder.claimed(self.config.to_yaml(), resume=resume))
+                except (OSError, DataError) as error:
+                    said = f"{self.config.where('run.dir')}: run.dir: {error}"
+                store.set("megatron_taco/folder", said)
+            said = store.get("megatron_taco/folder").decode()
+            if said != "ready":
+                raise ConfigError(said)
+            path = self.folder.log_path(self.ranks.rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
 
     def _train(self, args: argparse.Namespace, store: Any, stack: contextlib.ExitStack) -> None:
         import torch.distributed as dist
@@ -201,8 +222,8 @@ class _Run:
             stream=self.console,
             metrics=self.folder.metrics,
             log_interval=args.log_interval,
-            last_iteration=args.train_iters,
             sequence_parallel=args.sequence_parallel,
+            learned_positions=args.position_embedding_type == "learned_absolute",
         )
         self.session = session
         session.install(registry)

@@ -68,18 +68,62 @@ def test_3d_layouts_train_compressed(
     assert unbroken != uncompressed
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_resuming_without_the_distributed_optimizer_changes_no_bit(
-    run_ranks: RankRunner, tmp_path: Path
+    run_ranks: RankRunner, tmp_path: Path, dropout: float
 ) -> None:
+    """Also with dropout, whose masks must be alike on both ranks and go on after the load."""
     config = write_config(tmp_path)
-    base = ["megatron.tensor_model_parallel_size=2", f"megatron.save={tmp_path / 'saved'}"]
-    run_ranks(train, 2, config, [*base, "megatron.save_interval=3"], init=False, timeout=120)
+    tp2 = ["megatron.tensor_model_parallel_size=2", f"megatron.hidden_dropout={dropout}"]
+    save = [f"megatron.save={tmp_path / 'saved'}", "megatron.save_interval=3"]
+    copies = run_ranks(
+        train, 2, config, [*tp2, *save], None, tensor_parallel_copies, init=False, timeout=120
+    )
+    assert all(torch.equal(a, b) for a, b in zip(*copies, strict=True))
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
     resume = ["run.name=resumed", f"megatron.load={tmp_path / 'saved'}"]
-    run_ranks(train, 2, config, [base[0], *resume], init=False, timeout=120)
+    run_ranks(train, 2, config, [*tp2, *resume], init=False, timeout=120)
     unbroken, after = losses(tmp_path), losses(tmp_path, "resumed")
     assert sorted(after) == [4, 5, 6]
     assert {step: unbroken[step] for step in after} == after
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        (),
+        ("model.num_query_groups=2", "model.normalization=LayerNorm", "model.qk_layernorm=true"),
+        ("megatron.apply_query_key_layer_scaling=true", "megatron.bf16=false"),
+    ],
+    ids=["rmsnorm", "gqa-layernorm-qknorm", "layer-scaling"],
+)
+def test_torch_layers_compute_megatrons_model(
+    run_ranks: RankRunner, tmp_path: Path, extra: tuple[str, ...]
+) -> None:
+    """Torch's attention and norms give Megatron's losses to FP32 rounding, large weights too."""
+    config = write_config(tmp_path)
+    fp32 = ["megatron.bf16=false", "model.init_method_std=0.3", "megatron.train_iters=2", OFF]
+    for attention in ("sdpa", "megatron"):
+        overrides = [*fp32, *extra, f"model.attention={attention}", f"run.name={attention}"]
+        run_ranks(train, 1, config, list(dict.fromkeys(overrides)), init=False, timeout=60)
+    for step, loss in losses(tmp_path, "megatron").items():
+        assert losses(tmp_path, "sdpa")[step] == pytest.approx(loss, rel=2e-5)
+
+
+def test_samples_fp16_and_sparse_reports(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """train_samples instead of train_iters; FP16's overflowing steps spoil no statistics."""
+    config = write_config(tmp_path)
+    overrides = [
+        "megatron.tensor_model_parallel_size=2",
+        *("megatron.bf16=false", "megatron.fp16=true", "megatron.initial_loss_scale=1048576"),
+        *("megatron.train_iters=null", "megatron.train_samples=72", "megatron.lr_decay_iters=null"),
+        *("megatron.log_interval=4", "telemetry.error_every=1"),
+    ]
+    run_ranks(train, 2, config, overrides, init=False, timeout=120)
+    assert sorted(losses(tmp_path)) == [4, 8, 9]
+    assert all(loss is not None for loss in losses(tmp_path).values())
+    end = next(line for line in metrics(tmp_path) if line["event"] == "end")
+    assert end["flows"]["tp.forward all_reduce"]["error"] == pytest.approx(0.026, rel=0.05)
 
 
 def test_recomputation_sends_the_same_bytes(run_ranks: RankRunner, tmp_path: Path) -> None:
