@@ -45,10 +45,5 @@ def describe(error: BaseException, *, rank: int, step: int | None, logs: Path) -
             f"rank {rank}: lost contact with another rank {when} ({reason}); a rank has probably "
             f"died or hangs: look for the rank that says something else, and in {logs}"
         )
-    from megatron_taco.training.megatron_failures import describe_known
-
-    known = describe_known(error)
-    if known is not None:
-        return f"rank {rank}: {known}"
     trace = "".join(traceback.format_exception(error)).rstrip()
     return f"rank {rank} failed {when}:\n{trace}"

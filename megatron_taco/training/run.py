@@ -17,6 +17,7 @@ from megatron_taco.config.files import missing_files
 from megatron_taco.training.failures import describe
 from megatron_taco.training.launch_env import Ranks, ranks_from_environment, started_by_launcher
 from megatron_taco.training.megatron_args import Device
+from megatron_taco.training.megatron_failures import describe_known
 from megatron_taco.training.quiet import quiet
 from megatron_taco.training.run_folder import RunFolder, versions
 
@@ -107,6 +108,9 @@ class _Run:
             except ConfigError:
                 raise
             except Exception as error:  # the last handler of the process: say who failed and where
+                known = describe_known(error)
+                if known is not None:
+                    return _complain(self.ranks, ConfigError(known), USER_ERROR)
                 self._report_failure(error)
                 return FAILED
 

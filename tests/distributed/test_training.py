@@ -168,6 +168,19 @@ def test_checkpoints_cross_over(run_ranks: RankRunner, tmp_path: Path) -> None:
         assert any(compressed) is (second is None)
 
 
+def test_resuming_on_another_schedule_is_explained(run_ranks: RankRunner, tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    save = [f"megatron.save={tmp_path / 'saved'}", "megatron.save_interval=2"]
+    run_ranks(train, 1, config, [OFF, *save, "megatron.train_iters=2"], init=False, timeout=60)
+    longer = [OFF, f"megatron.load={tmp_path / 'saved'}", "megatron.lr_decay_iters=30"]
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(train, 1, config, longer, init=False, timeout=60)
+    text = " ".join(str(caught.value).split())
+    assert "exit code 2" in text
+    assert "error: megatron.load: the checkpoint was trained on another schedule" in text
+    assert "megatron.override_opt_param_scheduler: true" in text
+
+
 def test_start_step_postpones_compression(run_ranks: RankRunner, tmp_path: Path) -> None:
     """Steps before start_step equal the uncompressed run's to the last bit; later ones do not."""
     config = write_config(tmp_path)
