@@ -70,7 +70,9 @@ def main() -> None:
     table.add_row("training loss, first step", *(f"{firsts[label]:.4f}" for label in names))
     for index, step in enumerate(steps):
         table.add_row(
-            f"validation loss after step {step}",
+            "final validation loss"
+            if index == len(steps) - 1
+            else f"validation loss after step {step}",
             *(f"{losses[label][index]:.4f}" for label in names),
         )
     table.add_row("training loss, last step", *(f"{lasts[label]:.4f}" for label in names))
@@ -80,7 +82,7 @@ def main() -> None:
     raw = sum(flow["raw_bytes"] for flow in flows)
     wire = sum(flow["wire_bytes"] for flow in flows)
     mib = 1 << 20
-    table.add_row("tensor-parallel MiB sent", f"{raw / mib:.1f}", f"{wire / mib:.1f}")
+    table.add_row("compressed roles, MiB sent", f"{raw / mib:.1f}", f"{wire / mib:.1f}")
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     console.print(table)
     last = {label: losses[label][-1] for label in names}
@@ -91,7 +93,7 @@ def main() -> None:
         f"final validation loss {difference:+.2%} against uncompressed."
     )
     console.print("What the compressed run left:")
-    for path in sorted((RUNS / names["TACO"]).iterdir()):
+    for path in sorted((RUNS / names["TACO"]).glob("[!.]*")):
         console.print(f"  {path.relative_to(ROOT)}{'/' if path.is_dir() else ''}")
 
 

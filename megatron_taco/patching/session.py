@@ -96,7 +96,7 @@ class Session:
         if self.current_step is None:
             self._check_model_is_known()
             if step:
-                self.reporter.say(f"resumed after step {step}")
+                self.reporter.resumed(step)
         self.current_step = step + 1
         if self.router is not None:
             self.router.step = step

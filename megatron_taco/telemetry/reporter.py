@@ -82,6 +82,11 @@ class Reporter:
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(line, file=self._stream, flush=True)
 
+    def resumed(self, iteration: int) -> None:
+        """Say, and note in the metrics, that training goes on after a checkpoint's step."""
+        self._write({"event": "resume", "iteration": iteration, "time": time.time()})
+        self.say(f"resumed after step {iteration}")
+
     def add_step_time(self, seconds: float) -> None:
         """Note how long one training step took on this rank."""
         self._times.append(seconds)
@@ -232,5 +237,9 @@ class Reporter:
                 }
             )
             if dist.get_rank() == 0:
-                self._console.print(flow_table(totals, "What the links carried (all ranks)"))
+                self._console.print(
+                    flow_table(
+                        totals, "What the links carried (all ranks, training and evaluation)"
+                    )
+                )
         return totals

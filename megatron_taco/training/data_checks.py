@@ -160,7 +160,7 @@ def _short_splits(key: str, corpus: _Corpus, args: Namespace, config: Config) ->
         else:
             change = "give more text"
         why = (
-            "Megatron would repeat nothing for ever"
+            "Megatron would never finish building that part"
             if tokens == 0
             else f"one sequence needs {needed} tokens (megatron.seq_length + 1)"
         )

@@ -102,7 +102,7 @@ def describe_known(error: BaseException) -> str | None:
         unit = " samples (iterations x global_batch_size)" if in_samples else ""
         return (
             f"megatron.load: the checkpoint was trained on another schedule: {what} is "
-            f"{there} there and {here} here{unit}; set the same megatron.{keys} as there, or "
+            f"{there}{unit} there and {here} here; set the same megatron.{keys} as there, or "
             "megatron.override_opt_param_scheduler: true to go on with the schedule set here, or "
             "megatron.use_checkpoint_opt_param_scheduler: true for the checkpoint's"
         )

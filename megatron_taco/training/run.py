@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from megatron_taco.config import Config, ConfigError, Problem, load
+from megatron_taco.config import Config, ConfigError, load
 from megatron_taco.config.files import missing_files
 from megatron_taco.training.failures import describe
 from megatron_taco.training.launch_env import Ranks, ranks_from_environment, started_by_launcher
@@ -67,13 +67,13 @@ class _Run:
         """Check the configuration and print it resolved; no data and no other rank is needed."""
         from megatron_taco.training import megatron_args
 
-        self._refuse(with_files=False)
         with contextlib.ExitStack() as stack:
             device = self._device()
             stack.enter_context(self._quiet(io.StringIO()))
             self._shim(device, stack)
             size = None if launched else megatron_args.smallest_world_size(self.config)
             megatron_args.parse(self.config, device=device, world_size=size)
+            self._refuse_conflicts()
         if self.ranks.rank == 0:
             print(self.config.to_yaml(), file=self.console, end="")
         return OK
@@ -87,7 +87,9 @@ class _Run:
 
         with contextlib.ExitStack() as stack:
             try:
-                self._refuse(with_files=True)
+                missing = missing_files(self.config)
+                if missing:
+                    raise ConfigError(missing)
                 device = self._device()
                 store = self._rendezvous()
                 agree(store, self.ranks, self.config.canonical(), "configuration")
@@ -113,15 +115,6 @@ class _Run:
                     return _complain(self.ranks, ConfigError(known), USER_ERROR)
                 self._report_failure(error)
                 return FAILED
-
-    def _refuse(self, *, with_files: bool) -> None:
-        from megatron_taco.patching import conflicts
-
-        refused: list[Problem | str] = [*conflicts.check(self.config)]
-        if with_files:
-            refused += missing_files(self.config)
-        if refused:
-            raise ConfigError(refused)
 
     def _device(self) -> Device:
         """The device to run on, with the environment set that has to precede CUDA's start."""
@@ -149,10 +142,19 @@ class _Run:
         from megatron_taco.training import data_checks, megatron_args
 
         args = megatron_args.parse(self.config, device=device, embedded=self._embedded_data())
+        self._refuse_conflicts()
         problems = data_checks.check(self.config, args)
         if problems:
             raise ConfigError(problems)
         return args
+
+    def _refuse_conflicts(self) -> None:
+        """Refuse what does not go with compression; after Megatron has taken the arguments."""
+        from megatron_taco.patching import conflicts
+
+        refused = conflicts.check(self.config)
+        if refused:
+            raise ConfigError(refused)
 
     def _embedded_data(self) -> dict[str, str] | None:
         """Prefixes of the prepared embedded source; one process of a machine prepares it."""

@@ -353,7 +353,10 @@ def scheduler(**changed: float | str) -> Any:
         ({"max_lr": 2e-3}, ["learning rate is 0.002 there and 0.001 here; ", "megatron.lr as"]),
         (
             {"lr_decay_steps": 96, "wd_incr_steps": 96},
-            ["96 there and 48 here samples (iterations x", "megatron.lr_decay_iters / train_iters"],
+            [
+                "96 samples (iterations x global_batch_size) there and 48 here",
+                "lr_decay_iters / train_iters",
+            ],
         ),
         ({"lr_warmup_steps": 8}, ["lr_warmup_iters / lr_warmup_fraction"]),
         ({"lr_decay_style": "linear"}, ["linear there and cosine here", "megatron.lr_decay_style"]),
