@@ -18,7 +18,7 @@ class Compressor(ABC):
     message per peer is enough. Its size follows from the number of elements and the settings
     alone. A *row* is one payload of several that are made or read in one call: one per peer.
 
-    Nothing here synchronises with the host: every method is the same torch code on every device.
+    Nothing here synchronises with the host.
     Subclasses are frozen dataclasses; equal settings mean equal bytes.
 
     Attributes:
@@ -65,6 +65,21 @@ class Compressor(ABC):
     @abstractmethod
     def nonfinite_blocks(self, payloads: Tensor, numel: int) -> Tensor:
         """Count blocks marked non-finite in uint8 [R, bytes]: 0-dim int64, not synchronised."""
+
+    def warm_up(
+        self, shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> list[str]:
+        """Compile what calls on rows of these shapes will need, so that no training step has to.
+
+        Args:
+            shapes: (rows, elements of a row) of the calls to come.
+            dtypes: Dtypes of the values.
+            device: Where they will be.
+
+        Returns:
+            A line for each kernel and how long it took; none where nothing is compiled.
+        """
+        return []
 
     def encode(self, x: Tensor) -> Tensor:
         """Encode ``x`` of any shape, flattened, into one payload: uint8 [payload_bytes(n)]."""

@@ -35,6 +35,7 @@ decodes to +0. A NaN or an infinity in a block, or a merged scale beyond FP32, m
 canonical NaN and its codes 0 (alpha is 1): all of it decodes to NaN, and sums pass it on.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -52,6 +53,7 @@ from megatron_taco.compressors.blocks import (
     power_of_two,
     to_columns,
 )
+from megatron_taco.compressors.dispatch import Kernels, KernelSettings, kernels_on
 from megatron_taco.compressors.formats import FORMAT_NAMES, CodeFormat, code_format
 from megatron_taco.compressors.hadamard import hadamard_
 from megatron_taco.compressors.layout import Layout
@@ -130,6 +132,27 @@ class Taco(Compressor):
     def _layout(self) -> Layout:
         return Layout(self.block, self._code.bits, SCALES[self.scales])
 
+    @cached_property
+    def _kernel_settings(self) -> KernelSettings:
+        return KernelSettings(
+            self.format,
+            self._code.bits,
+            self._code.limit,
+            self._code.target,
+            self.scales,
+            sum(dtype.itemsize for dtype in SCALES[self.scales]),
+            self._rotate,
+            self.block,
+        )
+
+    def _kernels(self, device: torch.device) -> Kernels | None:
+        """Return the kernels that replace the code below on ``device``, if there are any."""
+        return None if self.published_clips else kernels_on(device)
+
+    def reference(self) -> "Taco":
+        """Return the same compressor in plain torch on every device: the kernels' oracle."""
+        return _Reference(self.format, self.block, self.rotation, self.scales, self.published_clips)
+
     @property
     def _dual(self) -> bool:
         return self.scales == "dual"
@@ -162,6 +185,8 @@ class Taco(Compressor):
         rows, numel = x.shape
         if x.numel() == 0:
             return x.new_empty(rows, self.payload_bytes(numel), dtype=torch.uint8)
+        if kernels := self._kernels(x.device):
+            return kernels.encode_rows(self._kernel_settings, x)
         columns = to_columns(x.detach(), self.block)
         if self.published_clips:
             codes, *scales = published.encode_columns(
@@ -204,6 +229,8 @@ class Taco(Compressor):
         rows = payloads.shape[0]
         if numel == 0:
             return torch.empty(rows, 0, dtype=dtype, device=payloads.device)
+        if kernels := self._kernels(payloads.device):
+            return kernels.decode_rows(self._kernel_settings, payloads, numel, dtype)
         q = self._code.unpack(self._layout.read_codes(payloads, numel))
         scales = self._layout.read_scales(payloads, numel)
         if self.published_clips:
@@ -256,6 +283,8 @@ class Taco(Compressor):
         self.check_payloads(payloads, numel)
         if numel == 0:
             return torch.empty(0, dtype=torch.float32, device=payloads.device)
+        if kernels := self._kernels(payloads.device):
+            return kernels.decode_sum(self._kernel_settings, payloads, numel)
         if self.published_clips:
             return self._published_sum(payloads, numel)
         z, e = self._rotated_sum(payloads, numel)
@@ -274,6 +303,8 @@ class Taco(Compressor):
         self.check_payloads(payloads, numel)
         if numel == 0:
             return payloads.new_empty(0)
+        if kernels := self._kernels(payloads.device):
+            return kernels.reduce_encode(self._kernel_settings, payloads, numel)
         if self.published_clips:
             return self.encode(self._published_sum(payloads, numel))
         z, e = self._rotated_sum(payloads, numel)
@@ -288,3 +319,18 @@ class Taco(Compressor):
         """
         self.check_payloads(payloads, numel)
         return self._layout.read_scales(payloads, numel)[0].isnan().sum()
+
+    def warm_up(
+        self, shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> list[str]:
+        """Compile the kernels that rows of ``shapes`` and ``dtypes`` will need on ``device``."""
+        if kernels := self._kernels(device):
+            return kernels.warm_up(self._kernel_settings, shapes, dtypes, device)
+        return []
+
+
+class _Reference(Taco):
+    """TACO without kernels."""
+
+    def _kernels(self, device: torch.device) -> Kernels | None:
+        return None

@@ -1,0 +1,92 @@
+"""The kernels on a GPU: the bytes of plain torch on the CPU, no synchronisation, no memory."""
+
+import time
+
+import pytest
+import torch
+
+from megatron_taco.compressors import Taco
+from megatron_taco.compressors.dispatch import kernels_on
+from tests.unit.interpreted_kernels import arms, check, hard_data
+
+pytestmark = pytest.mark.gpu
+
+ARMS = arms(1500)
+
+
+@pytest.mark.parametrize("arm", range(len(ARMS)))
+def test_kernels_give_the_bytes_of_torch(arm: int) -> None:
+    taco, dtype, numel = ARMS[arm]
+    seed = time.time_ns() % 2**31
+    torch.manual_seed(seed)
+    assert check(taco, dtype, numel, "cuda") == [], f"{taco} {dtype} numel {numel} seed {seed}"
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
+def test_software_fp8_as_below_capability_8_9(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_taco.kernels import launch
+
+    monkeypatch.setattr(launch, "conversion_mode", lambda device: int(launch.PTX.value))
+    seed = time.time_ns() % 2**31
+    torch.manual_seed(seed)
+    assert check(Taco(form), torch.bfloat16, 256 * 500, "cuda") == [], f"seed {seed}"
+
+
+@pytest.mark.parametrize("digits", [5, 8, 11])
+def test_quotients_beside_numbers_of_few_bits_are_correctly_rounded(digits: int) -> None:
+    """For every mantissa of the divisor, five dividends at each number of ``digits`` + 1 bits."""
+    from tests.unit.kernel_probes import count_wrong_quotients
+
+    bad = torch.zeros(1, dtype=torch.int32, device="cuda")
+    count_wrong_quotients[(2**23 // 256,)](bad, digits, 256, num_warps=4, enable_fp_fusion=False)
+    assert bad.item() == 0
+
+
+def test_nothing_synchronises_and_only_results_are_allocated() -> None:
+    taco, numel = Taco(), 256 * 4000
+    x = hard_data(4, numel, 256, torch.bfloat16).cuda()
+    payloads = taco.encode_rows(x)
+    calls = (
+        lambda: taco.encode_rows(x),
+        lambda: taco.decode_rows(payloads, numel, torch.bfloat16),
+        lambda: taco.decode_sum(payloads, numel),
+        lambda: taco.reduce_encode(payloads, numel),
+    )
+    for call in calls:
+        result = call()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            result = call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        size = result.numel() * result.element_size()
+        assert torch.cuda.max_memory_allocated() - before <= size + 1024
+
+
+def test_kernels_can_be_captured_in_a_graph() -> None:
+    taco = Taco("int6")
+    x = torch.randn(2, 256 * 64, device="cuda", dtype=torch.bfloat16)
+    taco.encode_rows(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        payloads = taco.encode_rows(x)
+    x.normal_()
+    graph.replay()
+    assert torch.equal(payloads.cpu(), taco.reference().encode_rows(x.cpu()))
+
+
+def test_warm_up_compiles_what_is_needed_later() -> None:
+    from megatron_taco.kernels import launch
+
+    taco = Taco("int8", 128, "hadamard", "merged_fp32")
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert kernels_on(device) is not None
+    lines = taco.warm_up([(3, 128 * 1001)], [torch.float16], device)
+    assert len(lines) == 4
+    cache = launch.encode_kernel.device_caches[device.index][0]
+    compiled = len(cache)
+    taco.encode_rows(torch.randn(3, 128 * 1001, device=device, dtype=torch.float16))
+    assert len(cache) == compiled
