@@ -59,31 +59,41 @@ def main() -> None:
         table.add_column(label, justify="right")
     runs = {label: records(name) for label, name in names.items()}
     losses: dict[str, list[float]] = {}
+    firsts: dict[str, float] = {}
+    lasts: dict[str, float] = {}
     for label, lines in runs.items():
         losses[label] = [line["loss"] for line in lines if line["event"] == "validation"]
     steps = [line["iteration"] for line in runs["TACO"] if line["event"] == "validation"]
+    for label, lines in runs.items():
+        training = [line["loss"] for line in lines if line["event"] == "step"]
+        firsts[label], lasts[label] = training[0], training[-1]
+    table.add_row("training loss, first step", *(f"{firsts[label]:.4f}" for label in names))
     for index, step in enumerate(steps):
         table.add_row(
-            f"validation loss after step {step}",
+            "final validation loss"
+            if index == len(steps) - 1
+            else f"validation loss after step {step}",
             *(f"{losses[label][index]:.4f}" for label in names),
         )
+    table.add_row("training loss, last step", *(f"{lasts[label]:.4f}" for label in names))
     table.add_row("seconds, start-up included", *(f"{seconds[label]:.0f}" for label in names))
     end = next(line for line in runs["TACO"] if line["event"] == "end")
     flows = [flow for flow in end["flows"].values() if flow["compressed"]]
     raw = sum(flow["raw_bytes"] for flow in flows)
     wire = sum(flow["wire_bytes"] for flow in flows)
     mib = 1 << 20
-    table.add_row("tensor-parallel MiB sent", f"{raw / mib:.1f}", f"{wire / mib:.1f}")
+    table.add_row("compressed roles, MiB sent", f"{raw / mib:.1f}", f"{wire / mib:.1f}")
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     console.print(table)
     last = {label: losses[label][-1] for label in names}
     difference = last["TACO"] / last["uncompressed"] - 1
     console.print(
+        f"The loss fell by {firsts['TACO'] - last['TACO']:.2f} nats. "
         f"Saved {1 - wire / raw:.1%} of the bytes of the compressed roles; "
         f"final validation loss {difference:+.2%} against uncompressed."
     )
     console.print("What the compressed run left:")
-    for path in sorted((RUNS / names["TACO"]).iterdir()):
+    for path in sorted((RUNS / names["TACO"]).glob("[!.]*")):
         console.print(f"  {path.relative_to(ROOT)}{'/' if path.is_dir() else ''}")
 
 

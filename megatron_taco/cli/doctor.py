@@ -1,15 +1,20 @@
 """`megatron-taco doctor`: does Megatron fit our targets, does this machine, does a configuration.
 
-Exit code 0 when all is well, 1 when something has to change, 2 for a configuration that cannot be
-read.
+A configuration is checked as far as one process can: what compression cannot see into, files that
+are missing, and, unless `--quick`, Megatron's own parser and the data. Exit code 0 when all is
+well, 1 when something has to change, 2 for a configuration that cannot be read.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_taco.cli.machine import Fact, describe_machine, has_cuda, planned_repairs
 from megatron_taco.patching import conflicts
@@ -21,6 +26,10 @@ from megatron_taco.patching.inspection import (
     megatron_version,
 )
 from megatron_taco.patching.targets import SUPPORTED, TARGETS
+
+if TYPE_CHECKING:
+    from megatron_taco.config import Config
+    from megatron_taco.training.megatron_args import Device
 
 _STYLES = {"ok": "green", "changed": "red", "missing": "red", "unsupported": "red"}
 _LEVELS = {"ok": "", "note": "yellow", "problem": "red"}
@@ -73,6 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="dotted.key=value",
         help="overrides of the configuration, as the trainer takes them",
     )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="do not put the configuration through Megatron's parser, which takes some seconds",
+    )
     parser.add_argument("--json", action="store_true", help="write one JSON object")
 
 
@@ -82,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: `--config` names a file that is no configuration, or an override is wrong.
     """
-    diagnosis = diagnose(args.config, args.overrides)
+    diagnosis = diagnose(args.config, args.overrides, quick=args.quick)
     if args.json:
         print(json.dumps(as_dict(diagnosis), indent=1))
     else:
@@ -90,21 +104,25 @@ def run(args: argparse.Namespace) -> int:
     return 1 if diagnosis.problems else 0
 
 
-def diagnose(config_file: str | None = None, overrides: list[str] | None = None) -> Diagnosis:
+def diagnose(
+    config_file: str | None = None, overrides: list[str] | None = None, *, quick: bool = False
+) -> Diagnosis:
     """Look at Megatron, at this machine and, when given, at a configuration.
 
     Args:
         config_file: Path of a configuration.
         overrides: `dotted.key=value` for it.
+        quick: Leave Megatron's parser and the data out.
 
     Raises:
         ConfigError: The configuration cannot be used, or overrides come without one.
     """
-    cuda = has_cuda()
+    cuda, root = has_cuda(), megatron_root()
     refusals: list[str] = []
     notes: list[str] = []
     if config_file is not None:
         from megatron_taco.config import load
+        from megatron_taco.config.files import missing_files
 
         config = load(config_file, overrides or [])
         refusals, notes = conflicts.check(config), conflicts.notes(config)
@@ -113,11 +131,14 @@ def diagnose(config_file: str | None = None, overrides: list[str] | None = None)
                 f"{config.where('run.device')}: run.device: cuda, and torch sees no GPU here; "
                 "set run.device: auto or cpu"
             )
+        missing = missing_files(config)
+        refusals += map(str, missing)
+        if not quick and root is not None:
+            refusals += _megatron_refusals(config, cuda=cuda, with_data=not missing)
     elif overrides:
         from megatron_taco.config.errors import ConfigError
 
         raise ConfigError(f"command line: {overrides[0]}: overrides need --config FILE")
-    root = megatron_root()
     return Diagnosis(
         version=megatron_version(root) if root else None,
         findings=inspect_all(TARGETS, known()),
@@ -127,6 +148,47 @@ def diagnose(config_file: str | None = None, overrides: list[str] | None = None)
         conflicts=refusals,
         notes=notes,
     )
+
+
+def _megatron_refusals(config: Config, *, cuda: bool, with_data: bool) -> list[str]:
+    """Return what Megatron's parser refuses, for the fewest processes the layout can run on.
+
+    Args:
+        config: The configuration.
+        cuda: Whether torch sees a GPU; without one the CPU shim answers for it.
+        with_data: Also look into the data.
+    """
+    from megatron_taco.config import ConfigError
+    from megatron_taco.patching.cpu import CpuShim
+    from megatron_taco.training import data_checks, megatron_args
+    from megatron_taco.training.quiet import quiet
+
+    device: Device = "cpu"
+    if config.run.device == "cuda" or (config.run.device == "auto" and cuda):
+        device = "cuda"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_environment(megatron_args.environment(config, device)))
+        stack.enter_context(quiet(io.StringIO()))
+        if not cuda:
+            stack.enter_context(CpuShim())
+        size = megatron_args.smallest_world_size(config)
+        try:
+            args = megatron_args.parse(config, device=device, world_size=size)
+        except ConfigError as error:
+            return [str(problem) for problem in error.problems]
+        return [str(found) for found in data_checks.check(config, args)] if with_data else []
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables that are not set, for a while."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """``megatron-taco prepare-data``: text, JSON lines and source trees to Megatron's format."""
 
 import argparse
+import io
 import sys
 from pathlib import Path
 
@@ -99,12 +100,16 @@ def _prepare(args: argparse.Namespace) -> None:
     from megatron_taco.data import load_tokenizer
     from megatron_taco.data.prepare import prepare
     from megatron_taco.data.readers import find_files
+    from megatron_taco.training.quiet import quiet
 
     files = find_files(args.inputs, args.include)
     tokenizer = load_tokenizer(args.tokenizer)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with (
+        quiet(io.StringIO()),  # Megatron's import warns of what only training needs
+        Progress(*columns, console=console, disable=not console.is_terminal) as bar,
+    ):
         task = bar.add_task("", total=sum(file.stat().st_size for file in files))
         report = prepare(
             files,
@@ -129,9 +134,13 @@ def _prepare(args: argparse.Namespace) -> None:
         f"{report.text_bytes:,} bytes of text in {seconds:.2f} s: "
         f"{report.text_bytes / seconds:,.0f} bytes/s, {sum(report.tokens) / seconds:,.0f} tokens/s"
     )
+    named = f"{{hf: {args.tokenizer[3:]}}}" if args.tokenizer.startswith("hf:") else args.tokenizer
+    keys = ["path"] if len(report.prefixes) == 1 else ["train_path", "valid_path"]
+    paths = ", ".join(f"{k}: {p}" for k, p in zip(keys, report.prefixes, strict=True))
+    print(f"In a configuration:  data: {{{paths}, tokenizer: {named}}}")
     arguments = tokenizer.megatron_arguments()
     print(
-        "Megatron reads it with",
+        "On Megatron's command line: ",
         *(f"--{name.replace('_', '-')} {value}" for name, value in arguments.items()),
     )
 

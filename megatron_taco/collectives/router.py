@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -114,22 +115,53 @@ class Router:
             decoded = self.compressor.decode(payload, exact.shape, torch.float32)
             count.add_error(exact.float(), decoded)
 
+    def _route(
+        self,
+        role: str,
+        collective: str,
+        whole: Tensor,
+        sent: Tensor,
+        group: ProcessGroup,
+        plain: Plain,
+        compressed: Callable[[Callable[[Tensor, int], None]], Any],
+    ) -> Any:
+        """Count a call, then send it one way or the other.
+
+        Args:
+            role: its role.
+            collective: its name.
+            whole: the whole tensor, whose size counts.
+            sent: what this rank encodes.
+            group: the process group.
+            plain: sends it plain.
+            compressed: sends it compressed, given the observer of its payloads.
+        """
+        count, compresses = self._plan(role, collective, whole)
+        self._account(count, collective, whole, group, compresses)
+        if not compresses:
+            return plain()
+        self._sample(count, sent)
+        return compressed(self._observer(count))
+
     def all_reduce(
         self, role: str, tensor: Tensor, group: ProcessGroup, async_op: bool, plain: Plain
     ) -> Any:
         """Sum ``tensor`` over ``group`` in place; see :func:`collectives.all_reduce`."""
-        count, compressed = self._plan(role, "all_reduce", tensor)
-        self._account(count, "all_reduce", tensor, group, compressed)
-        if not compressed:
-            return plain()
-        self._sample(count, tensor)
-        return all_reduce(
+        return self._route(
+            role,
+            "all_reduce",
             tensor,
-            group=group,
-            compressor=self.compressor,
-            algorithm=self.algorithm,
-            async_op=async_op,
-            on_payload=self._observer(count),
+            tensor,
+            group,
+            plain,
+            lambda observer: all_reduce(
+                tensor,
+                group=group,
+                compressor=self.compressor,
+                algorithm=self.algorithm,
+                async_op=async_op,
+                on_payload=observer,
+            ),
         )
 
     def reduce_scatter(
@@ -142,19 +174,8 @@ class Router:
         plain: Plain,
     ) -> Any:
         """Sum ``input`` over ``group`` and keep this rank's slice in ``output``."""
-        count, compressed = self._plan(role, "reduce_scatter", input)
-        self._account(count, "reduce_scatter", input, group, compressed)
-        if not compressed:
-            return plain()
-        self._sample(count, input)
-        return reduce_scatter(
-            output,
-            input,
-            group=group,
-            compressor=self.compressor,
-            async_op=async_op,
-            on_payload=self._observer(count),
-        )
+        send = partial(self._send, reduce_scatter, output, input, group, async_op)
+        return self._route(role, "reduce_scatter", input, input, group, plain, send)
 
     def all_gather(
         self,
@@ -166,16 +187,23 @@ class Router:
         plain: Plain,
     ) -> Any:
         """Gather every rank's ``input`` into ``output``; its own slice is the decoded one."""
-        count, compressed = self._plan(role, "all_gather", output)
-        self._account(count, "all_gather", output, group, compressed)
-        if not compressed:
-            return plain()
-        self._sample(count, input)
-        return all_gather(
+        send = partial(self._send, all_gather, output, input, group, async_op)
+        return self._route(role, "all_gather", output, input, group, plain, send)
+
+    def _send(
+        self,
+        collective: Callable[..., Any],
+        output: Tensor,
+        input: Tensor,
+        group: ProcessGroup,
+        async_op: bool,
+        observer: Callable[[Tensor, int], None],
+    ) -> Any:
+        return collective(
             output,
             input,
             group=group,
             compressor=self.compressor,
             async_op=async_op,
-            on_payload=self._observer(count),
+            on_payload=observer,
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megatron_taco.config.combinations import combination_problems
 from megatron_taco.config.config import SECTIONS, Config
 from megatron_taco.config.errors import ConfigError, Problem, allowed_text
 from megatron_taco.config.megatron_section import megatron_problems
@@ -171,3 +172,5 @@ def _across(sections: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 f"{rows} rows are too few for the {ids} ids of data.tokenizer "
                 f"({data.tokenizer.kind}); allowed: at least {ids}",
             )
+    if model is not None and "megatron" in sections:
+        yield from combination_problems(model, sections["megatron"])

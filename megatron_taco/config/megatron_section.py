@@ -46,6 +46,25 @@ REFUSED: Final[dict[str, str]] = {
 }
 """Megatron arguments that have no place here, and why."""
 
+_NO_MASK: Final = (
+    "the training step passes no attention mask, attention is causal over the whole sequence"
+)
+NOT_TRUE: Final[dict[str, str]] = {
+    "reset_attention_mask": f"{_NO_MASK}; remove it (reset_position_ids and eod_mask_loss work)",
+    "create_attention_mask_in_dataloader": f"{_NO_MASK}; remove it",
+    "dataloader_inter_document_masking": f"{_NO_MASK}; remove it",
+}
+"""Switches of Megatron that would do nothing here, and why."""
+
+
+def whole(value: object) -> int | None:
+    """Return a value as a whole number (2.0 is 2, as everywhere in `megatron`), or None."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    return int(value) if isinstance(value, float) and value.is_integer() else None
+
 
 def _is_scalar(value: object) -> bool:
     return isinstance(value, str | int | float)
@@ -57,6 +76,8 @@ def megatron_problems(section: dict[str, Any]) -> Iterator[tuple[str, str]]:
         plain = name.lstrip("-").replace("-", "_")
         if plain in REFUSED:
             yield name, f"not allowed: {REFUSED[plain]}"
+        elif plain in NOT_TRUE and value is True:
+            yield name, f"true is not allowed: {NOT_TRUE[plain]}"
         elif plain in OWNED:
             yield name, f"belongs to another section; write it as {OWNED[plain]}"
         elif not _NAME.match(name):

@@ -11,6 +11,9 @@ from megatron_taco.config.sizes import parse_size
 BLOCKS: Final = (32, 64, 128, 256, 512)
 """Elements per block: the sizes that the published TACO kernels have (hpdps-group/COCCL)."""
 
+PUBLISHED_FORMATS: Final = ("e4m3", "e5m2")
+"""Formats of the released code, which alone `published_clips` speaks of."""
+
 
 def _block(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value not in BLOCKS:
@@ -39,7 +42,8 @@ class TensorParallel(Section):
         output_layer: Also compress the output layer's traffic.
         min_bytes: Messages smaller than this go plain, in bytes.
         start_step: Iterations that go plain first.
-        published_clips: Reproduce the released code's clips (NaN becomes 0); needs dual scales.
+        published_clips: Reproduce the released code's clips (NaN becomes 0); needs dual scales and
+            a floating-point format.
     """
 
     mode: Literal["off", "on"] = "off"
@@ -74,6 +78,12 @@ class TensorParallel(Section):
                 "published_clips",
                 f"true needs scales: dual, but scales is {self.scales}; "
                 "set scales: dual or published_clips: false",
+            )
+        if self.published_clips and self.format not in PUBLISHED_FORMATS:
+            yield (
+                "published_clips",
+                f"true needs one of the formats {', '.join(PUBLISHED_FORMATS)}, but format is "
+                f"{self.format}; set format: e4m3 or published_clips: false",
             )
         if self.enabled and not (self.forward or self.backward):
             yield (

@@ -36,9 +36,10 @@ def file_lock(path: Path, purpose: str, timeout_s: float) -> Iterator[None]:
         while not _try_lock(descriptor):
             if time.monotonic() >= deadline:
                 holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+                waited = f"waited {timeout_s:g} s for" if timeout_s else "in use by"
                 raise DataError(
-                    f"{purpose}: waited {timeout_s:g} s for process {holder or 'unknown'}, which "
-                    f"holds {path}; end that process or wait for it"
+                    f"{purpose}: {waited} process {holder or 'unknown'}, which holds {path}; end "
+                    "that process or wait for it"
                 )
             time.sleep(_POLL_S)
         os.ftruncate(descriptor, 0)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_taco.config.megatron_section import whole
+
 if TYPE_CHECKING:
     from megatron_taco.config import Config
 
@@ -155,9 +157,12 @@ def notes(config: Config) -> list[str]:
 
 
 def _integer(arguments: Mapping[str, Any], key: str, default: int) -> int:
-    """An integer argument, or the default where it is absent (Megatron's parser checks types)."""
-    value = arguments.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else default
+    """A whole-number argument (2.0 is 2), or the default where it is absent or no such number.
+
+    Megatron's parser checks types.
+    """
+    value = whole(arguments.get(key))
+    return default if value is None else value
 
 
 def _shown(value: Any) -> str:

@@ -13,6 +13,7 @@ Which places of megatron-core 0.18/0.19 need which answer:
 ``device="cuda"``                     schedules, optimizer, clip_grads, timers, training
 ``Tensor.cuda``, ``Module.cuda``      batches, language module
 ``Tensor.type()``                     compared with ``"torch.cuda.FloatTensor"`` by the optimizers
+the loaders' seeds                    drawn from the CPU generator by some ranks only: undrawn
 streams, events, synchronize          DDP, p2p, checkpoint writer: CPU work is already in order
 random states                         the CUDA RNG tracker: the CPU generator plays its part
 ``ReduceOp.AVG``                      gloo has none: scaled, then summed
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.data
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -227,6 +229,20 @@ def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
+def _without_draw(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader draws a seed from the CPU generator, on the ranks that read data alone; here that
+    generator also plays the device's, which must stay alike on all tensor-parallel ranks.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        state = torch.default_generator.get_state()
+        original(self, *args, **kwargs)
+        torch.default_generator.set_state(state)
+
+    return __init__
+
+
 class CpuShim:
     """Installs and undoes the answers above; see the module's docstring.
 
@@ -258,6 +274,8 @@ class CpuShim:
         self._set(torch.nn.Module, "cuda", lambda self, *args, **kwargs: self)
         self._set(torch.Tensor, "record_stream", _answer())
         self._set(torch.Tensor, "type", _typename(torch.Tensor.type))
+        loader = torch.utils.data.dataloader._BaseDataLoaderIter
+        self._set(loader, "__init__", _without_draw(loader.__init__))
         self._set(dist, "all_reduce", _all_reduce(dist.all_reduce))
         self._set(dist, "reduce_scatter_tensor", _reduce_scatter_tensor(dist.reduce_scatter_tensor))
         self._set(dist, "barrier", _barrier(dist.barrier))

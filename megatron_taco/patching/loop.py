@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from megatron_taco.patching.flows import FlowCheck
 from megatron_taco.patching.registry import Registry
 from megatron_taco.telemetry.reporter import Reporter
@@ -25,27 +23,26 @@ Hit = Callable[[], None]
 StepListener = Callable[[int], None]
 
 
-def _number(value: Any) -> float | None:
-    """A Python number from a number, a one-element tensor, or None."""
-    if value is None:
-        return None
-    return float(value.item()) if isinstance(value, torch.Tensor) else float(value)
-
-
 class LoopHooks:
-    """Claims the loop's functions for a reporter, step listeners and the flow check.
+    """Claims the loop's functions for a reporter, the session and the flow check.
 
     Args:
         reporter: gets step times, step figures and evaluation losses.
-        listeners: called with the step, counted from 0, before each training step.
+        begin_step: called with the step, counted from 0, before each training step.
+        begin_evaluation: called with the steps done before each evaluation.
         check: told about each executed step, or None when nothing is compressed.
     """
 
     def __init__(
-        self, reporter: Reporter, listeners: list[StepListener], check: FlowCheck | None
+        self,
+        reporter: Reporter,
+        begin_step: StepListener,
+        begin_evaluation: StepListener,
+        check: FlowCheck | None,
     ) -> None:
         self._reporter = reporter
-        self._listeners = listeners
+        self._begin_step = begin_step
+        self._begin_evaluation = begin_evaluation
         self._check = check
         self._label = "validation"
         self._iteration = 0
@@ -57,8 +54,7 @@ class LoopHooks:
         def train_step(*args: Any, **kwargs: Any) -> Any:
             hit()
             step = get_args().curr_iteration
-            for listener in self._listeners:
-                listener(step)
+            self._begin_step(step)
             start = time.perf_counter()
             result = original(*args, **kwargs)
             self._reporter.add_step_time(time.perf_counter() - start)
@@ -81,10 +77,11 @@ class LoopHooks:
             writers = [get_tensorboard_writer(), get_wandb_writer()]
             self._reporter.step(
                 iteration=given["iteration"],
-                loss=_number(given["loss_dict"].get(_LOSS)),
-                grad_norm=_number(given["grad_norm"]),
-                learning_rate=_number(given["learning_rate"]),
-                loss_scale=_number(given["loss_scale"]),
+                last_iteration=get_args().train_iters,
+                loss=given["loss_dict"].get(_LOSS),
+                grad_norm=given["grad_norm"],
+                learning_rate=given["learning_rate"],
+                loss_scale=given["loss_scale"],
                 skipped=bool(given["skipped_iter"]),
                 tokens=get_current_global_batch_size() * get_args().seq_length,
                 writers=[writer for writer in writers if writer],
@@ -97,10 +94,11 @@ class LoopHooks:
         @functools.wraps(original)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             hit()
+            self._begin_evaluation(self._iteration)
             result = original(*args, **kwargs)
             losses = result[0] or {}
             self._reporter.evaluation(
-                label=self._label, iteration=self._iteration, loss=_number(losses.get(_LOSS))
+                label=self._label, iteration=self._iteration, loss=losses.get(_LOSS)
             )
             return result
 

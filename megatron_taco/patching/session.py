@@ -50,8 +50,8 @@ class Session:
         stream: where rank 0's console lines go.
         metrics: path of ``metrics.jsonl``, or None.
         log_interval: steps between two reports.
-        last_iteration: the step at which training ends.
         sequence_parallel: whether activations are split over the sequence.
+        learned_positions: whether positions are embedded.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Session:
         stream: IO[str],
         metrics: Path | None,
         log_interval: int,
-        last_iteration: int,
         sequence_parallel: bool,
+        learned_positions: bool,
     ) -> None:
         compressing = config.compression.tensor_parallel.mode == "on"
         self.counters = Counters(tensor.all_flows() if compressing else [])
@@ -71,7 +71,6 @@ class Session:
             stream=stream,
             metrics=metrics,
             log_interval=log_interval,
-            last_iteration=last_iteration,
         )
         self._applied: Applied | None = None
         self._registry: Registry | None = None
@@ -82,7 +81,11 @@ class Session:
             self.router = router
             self.check = FlowCheck(
                 totals=self.reporter.totals,
-                expected=tensor.expected_flows(sequence_parallel=sequence_parallel, router=router),
+                expected=tensor.expected_flows(
+                    sequence_parallel=sequence_parallel,
+                    learned_positions=learned_positions,
+                    router=router,
+                ),
                 start_step=router.start_step,
                 min_bytes=router.min_bytes,
             )
@@ -92,10 +95,17 @@ class Session:
     def _begin_step(self, step: int) -> None:
         if self.current_step is None:
             self._check_model_is_known()
+            if step:
+                self.reporter.resumed(step)
         self.current_step = step + 1
         if self.router is not None:
             self.router.step = step
             self.router.sampling = bool(self._error_every) and step % self._error_every == 0
+
+    def _begin_evaluation(self, done: int) -> None:
+        if self.router is not None:
+            self.router.step = done
+            self.router.sampling = False
 
     def _check_model_is_known(self) -> None:
         """Without its name the output layer would be taken for a hidden layer and compressed."""
@@ -111,7 +121,9 @@ class Session:
         """Claim and apply all hooks; raises a ``PatchError`` before anything is changed."""
         if self.router is not None:
             tensor.TensorParallelHooks(self.router).claim(registry)
-        LoopHooks(self.reporter, [self._begin_step], self.check).claim(registry)
+        LoopHooks(self.reporter, self._begin_step, self._begin_evaluation, self.check).claim(
+            registry
+        )
         self._registry = registry
         self._applied = registry.apply()
 

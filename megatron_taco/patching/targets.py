@@ -277,6 +277,22 @@ TARGETS: tuple[Target, ...] = (
         why="tells which held-out set is evaluated, and after which step",
     ),
     Target(
+        name="startup.distributed_optimizer_state",
+        module="megatron.core.optimizer.distrib_optimizer",
+        attribute="DistributedOptimizer.state_dict",
+        versions=SUPPORTED,
+        axis="startup",
+        why="without Apex and TE Megatron asserts while it loads a distributed optimiser",
+    ),
+    Target(
+        name="startup.distributed_optimizer_steps",
+        module="megatron.core.optimizer.distrib_optimizer",
+        attribute="DistributedOptimizer.load_state_dict",
+        versions=SUPPORTED,
+        axis="startup",
+        why="without Apex and TE the step of Adam is lost while loading",
+    ),
+    Target(
         name="startup.compile_helpers",
         module="megatron.core.datasets.utils",
         attribute="compile_helpers",

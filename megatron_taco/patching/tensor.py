@@ -54,17 +54,29 @@ _FUNCTIONS: dict[str, tuple[Roles, Roles]] = {
 }
 
 
-def expected_flows(*, sequence_parallel: bool, router: Router) -> list[Flow]:
+def expected_flows(
+    *, sequence_parallel: bool, learned_positions: bool, router: Router
+) -> list[Flow]:
     """The flows that must happen in a training step of a GPT with tensor parallelism.
 
     Only flows of roles that are on are named; see contract 7 of the design.
+
+    Args:
+        sequence_parallel: whether activations are split over the sequence.
+        learned_positions: whether positions are embedded, which under sequence parallelism
+            turns the embedding's reduce-scatter into an all-reduce and a split.
+        router: knows the roles that are on.
     """
+    collectives: dict[str, tuple[str, ...]]
     if sequence_parallel:
         collectives = {
             "tp.forward": ("all_gather", "reduce_scatter"),
             "tp.backward": ("all_gather", "reduce_scatter"),
             "tp.output_layer": ("all_gather", "reduce_scatter"),
-            "tp.embedding": (),
+            "tp.embedding": (
+                "all_gather",
+                "all_reduce" if learned_positions else "reduce_scatter",
+            ),
         }
     else:
         collectives = {

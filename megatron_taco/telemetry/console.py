@@ -63,9 +63,17 @@ def step_line(
 def flow_table(totals: Sequence[FlowTotal], title: str) -> Table:
     """The end table: a row for each flow that happened and one for their sum."""
     table = Table(title=title, title_justify="left")
-    table.add_column("role")
-    table.add_column("collective")
-    columns = ("calls", "compressed", "raw", "wire", "wire/raw", "error", "non-finite blocks")
+    table.add_column("role", no_wrap=True, min_width=15)
+    table.add_column("collective", no_wrap=True, min_width=14)
+    columns = (
+        "calls",
+        "compressed",
+        "raw",
+        "wire",
+        "wire/raw",
+        "encode error",
+        "non-finite blocks",
+    )
     for column in columns:
         table.add_column(column, justify="right")
     seen = [total for total in totals if total.seen]

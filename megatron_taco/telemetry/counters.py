@@ -53,13 +53,14 @@ class FlowCount:
         self._nonfinite = blocks if self._nonfinite is None else self._nonfinite + blocks
 
     def add_error(self, exact: Tensor, decoded: Tensor) -> None:
-        """Add one sample of the codec's error: the squared norms of error and of signal."""
+        """Add one sample of the codec's error; a tensor with a NaN or an Inf is no sample."""
         # Scaled by the largest magnitude first, so that the squares cannot overflow.
         scale = exact.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
         error = ((decoded - exact) / scale).double().square().sum()
         signal = (exact / scale).double().square().sum()
         ratio = error / signal.clamp_min(1e-300)
-        sample = torch.stack([ratio, torch.ones_like(ratio)])
+        finite = ratio.isfinite()
+        sample = torch.stack([torch.where(finite, ratio, 0.0), finite.to(ratio.dtype)])
         self._error = sample if self._error is None else self._error + sample
 
     def numbers(self) -> list[float]:

@@ -8,6 +8,7 @@ byte figures are those of the whole run.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,22 @@ import torch.distributed as dist
 from megatron_taco.telemetry.console import flow_table, make_console, step_line
 from megatron_taco.telemetry.counters import Counters, FlowTotal
 
+Scalar = float | torch.Tensor
+
+
+def _number(value: Scalar | None) -> float | None:
+    """A Python number from a number, a one-element tensor, or None."""
+    return None if value is None else float(value)
+
+
+def _finite(value: Any) -> Any:
+    """The same record with None for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
 
 class Reporter:
     """Collects the figures of the training loop and reports them from rank 0.
@@ -28,7 +45,6 @@ class Reporter:
         stream: where rank 0's console lines go.
         metrics: path of ``metrics.jsonl``, or None to write no file.
         log_interval: steps between two reports.
-        last_iteration: the step at which training ends.
     """
 
     def __init__(
@@ -38,17 +54,15 @@ class Reporter:
         stream: IO[str],
         metrics: Path | None,
         log_interval: int,
-        last_iteration: int,
     ) -> None:
         self.counters = counters
         self.log_interval = log_interval
-        self.last_iteration = last_iteration
         self._console = make_console(stream)
         self._stream = stream
         self._metrics = metrics
         self._times: list[float] = []
         self._reported = [0.0] * (len(counters.flows) * Counters.width())
-        self._label = "validation"
+        self._loss: list[torch.Tensor | float] = []
 
     def _reduce(self, numbers: Sequence[float], op: Any = dist.ReduceOp.SUM) -> list[float]:
         """Reduce plain numbers over all ranks; the same result on each."""
@@ -61,12 +75,17 @@ class Reporter:
     def _write(self, record: Mapping[str, Any]) -> None:
         if dist.get_rank() == 0 and self._metrics is not None:
             with self._metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
 
     def say(self, line: str) -> None:
         """Print a line from rank 0."""
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(line, file=self._stream, flush=True)
+
+    def resumed(self, iteration: int) -> None:
+        """Say, and note in the metrics, that training goes on after a checkpoint's step."""
+        self._write({"event": "resume", "iteration": iteration, "time": time.time()})
+        self.say(f"resumed after step {iteration}")
 
     def add_step_time(self, seconds: float) -> None:
         """Note how long one training step took on this rank."""
@@ -83,18 +102,23 @@ class Reporter:
         self,
         *,
         iteration: int,
-        loss: float | None,
-        grad_norm: float | None,
-        learning_rate: float | None,
-        loss_scale: float | None,
+        last_iteration: int,
+        loss: Scalar | None,
+        grad_norm: Scalar | None,
+        learning_rate: Scalar | None,
+        loss_scale: Scalar | None,
         skipped: bool,
         tokens: int,
         writers: Sequence[Any],
     ) -> None:
-        """Report one step; every rank calls it, at the same steps.
+        """Take a step's figures, and report when one is due; every rank calls it for every step.
+
+        The reported loss is the mean over the steps since the last report.  Numbers that are still
+        on the device are read only then.
 
         Args:
             iteration: steps done so far, this one included.
+            last_iteration: the step at which training ends.
             loss: mean loss of the global batch, on ranks that have it.
             grad_norm: norm of the gradient before clipping.
             learning_rate: the rate of this step.
@@ -103,10 +127,14 @@ class Reporter:
             tokens: tokens in a global batch.
             writers: Megatron's TensorBoard and wandb writers, on the rank that has them.
         """
-        if iteration % self.log_interval and iteration != self.last_iteration:
+        if loss is not None:
+            self._loss.append(loss)
+        if iteration % self.log_interval and iteration != last_iteration:
             return
         vector = self.counters.vector()
-        reduced = self._reduce([loss or 0.0, float(loss is not None), *vector])
+        total = sum(float(value) for value in self._loss)
+        reduced = self._reduce([total, float(len(self._loss)), *vector])
+        self._loss.clear()
         mean_loss = reduced[0] / reduced[1] if reduced[1] else None
         summed = reduced[2:]
         fresh = [now - before for now, before in zip(summed, self._reported, strict=True)]
@@ -118,9 +146,9 @@ class Reporter:
             "event": "step",
             "iteration": iteration,
             "loss": mean_loss,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "loss_scale": loss_scale,
+            "grad_norm": _number(grad_norm),
+            "learning_rate": _number(learning_rate),
+            "loss_scale": _number(loss_scale),
             "skipped": skipped,
             "step_ms": seconds * 1e3,
             "tokens_per_s": tokens / seconds if seconds else None,
@@ -133,10 +161,10 @@ class Reporter:
             self.say(
                 step_line(
                     iteration=iteration,
-                    last_iteration=self.last_iteration,
+                    last_iteration=last_iteration,
                     loss=mean_loss,
-                    grad_norm=grad_norm,
-                    learning_rate=learning_rate,
+                    grad_norm=_number(grad_norm),
+                    learning_rate=_number(learning_rate),
                     step_ms=seconds * 1e3,
                     tokens_per_s=tokens / seconds if seconds else 0.0,
                     ratios=self._role_ratios(flows),
@@ -182,7 +210,7 @@ class Reporter:
                     else:
                         writer.log({f"{name}/{key}": value}, iteration)
 
-    def evaluation(self, *, label: str, iteration: int, loss: float | None) -> None:
+    def evaluation(self, *, label: str, iteration: int, loss: Scalar | None) -> None:
         """Report the loss on a held-out set; every rank calls it.
 
         Args:
@@ -190,7 +218,7 @@ class Reporter:
             iteration: steps done so far.
             loss: mean loss, on ranks that have it.
         """
-        total, count = self._reduce([loss or 0.0, float(loss is not None)])
+        total, count = self._reduce([_number(loss) or 0.0, float(loss is not None)])
         if not count:
             return
         mean = total / count
@@ -209,5 +237,9 @@ class Reporter:
                 }
             )
             if dist.get_rank() == 0:
-                self._console.print(flow_table(totals, "What the links carried (all ranks)"))
+                self._console.print(
+                    flow_table(
+                        totals, "What the links carried (all ranks, training and evaluation)"
+                    )
+                )
         return totals

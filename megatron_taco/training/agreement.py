@@ -9,37 +9,41 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from megatron_taco.config import ConfigError, diff
+from megatron_taco.training.launch_env import Ranks
 
 Canonical = Mapping[str, str | int | float | bool | None]
 
 
+START_TIMEOUT = datetime.timedelta(minutes=5)
+
+
 def agree(
     store: dist.Store,
-    rank: int,
-    world_size: int,
+    ranks: Ranks,
     canonical: Canonical,
-    timeout: datetime.timedelta = datetime.timedelta(minutes=5),
+    what: str,
+    timeout: datetime.timedelta = START_TIMEOUT,
 ) -> None:
-    """Compare this rank's resolved configuration with rank 0's through the store.
+    """Compare what this rank has with what rank 0 has, through the store.
 
     No process group is needed.  Every rank raises alike, so that none is left waiting.
 
     Args:
         store: the rendezvous store of the run.
-        rank: this rank.
-        world_size: number of ranks.
-        canonical: flat dotted keys of the configuration, without host and folder fields.
+        ranks: this rank and their number.
+        canonical: flat dotted keys, without host and folder fields.
+        what: what is compared (``configuration``); each kind is compared once.
         timeout: how long to wait for the other ranks.
 
     Raises:
         ConfigError: naming the ranks that differ from rank 0 and the keys, or the ranks that did
             not answer in time.
     """
-    store = dist.PrefixStore("megatron_taco/config", store)
-    store.set(str(rank), json.dumps(dict(canonical), sort_keys=True))
+    store = dist.PrefixStore(f"megatron_taco/{what}", store)
+    store.set(str(ranks.rank), json.dumps(dict(canonical), sort_keys=True))
     missing, answers = [], {}
     deadline = datetime.datetime.now() + timeout
-    for other in range(world_size):
+    for other in range(ranks.world_size):
         left = max(deadline - datetime.datetime.now(), datetime.timedelta(milliseconds=100))
         try:
             store.wait([str(other)], left)
@@ -48,7 +52,7 @@ def agree(
             missing.append(other)
     if missing:
         raise ConfigError(
-            f"ranks {', '.join(map(str, missing))} did not report a configuration within "
+            f"ranks {', '.join(map(str, missing))} did not report their {what} within "
             f"{timeout.total_seconds():.0f} s; did they start?"
         )
     lines = [
@@ -57,9 +61,7 @@ def agree(
         for difference in diff(answers[0], answer)
     ]
     if lines:
-        raise ConfigError(
-            "the ranks of one run must have the same configuration\n" + "\n".join(lines)
-        )
+        raise ConfigError(f"the ranks of one run must have the same {what}\n" + "\n".join(lines))
     # Nobody leaves (and takes the store along) before everybody has read all answers.
-    store.set(f"done/{rank}", "1")
-    store.wait([f"done/{other}" for other in range(world_size)], timeout)
+    store.set(f"done/{ranks.rank}", "1")
+    store.wait([f"done/{other}" for other in range(ranks.world_size)], timeout)

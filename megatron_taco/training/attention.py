@@ -50,9 +50,9 @@ class TorchAttention(MegatronModule):
                 )
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        # Query-key layer scaling divides the scores by the layer's number and multiplies them
+        # again before the softmax, for FP16's sake: torch's kernels need no such help.
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        if config.apply_query_key_layer_scaling:
-            self.scale /= max(1, layer_number)
 
     def forward(
         self,

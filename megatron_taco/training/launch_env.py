@@ -22,9 +22,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def started_by_launcher() -> bool:
+    """Whether torchrun (or another launcher that sets its variables) started this process."""
+    return "RANK" in os.environ
+
+
 def ranks_from_environment() -> Ranks:
     """Read torchrun's variables; without torchrun this is a run of one process."""
-    if "RANK" not in os.environ:
+    if not started_by_launcher():
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))

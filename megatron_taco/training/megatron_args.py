@@ -9,6 +9,7 @@ The text of `data.tokenizer: bytes` needs no tokenizer in Megatron: token ids ar
 
 import contextlib
 import importlib.util
+import math
 import os
 import sys
 from argparse import Namespace
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal
 
 from megatron_taco.config import Config, ConfigError, Problem
-from megatron_taco.config.megatron_section import OWNED
+from megatron_taco.config.megatron_section import OWNED, whole
 from megatron_taco.training.megatron_failures import FAILURES, explain
 from megatron_taco.training.megatron_options import OptionError, Options, megatron_options
 
@@ -78,6 +79,10 @@ def defaults(config: Config, device: Device) -> dict[str, Any]:
         "enable_one_logger": False,
         "eval_interval": _after_the_end(config),
     }
+    if config.megatron.get("save") is None:
+        # On a NaN the rerun machine saves a checkpoint to be diagnosed, and without a folder it
+        # fails before it says what was wrong.
+        values["rerun_mode"] = "disabled"
     if device == "cpu":
         values |= {
             "distributed_backend": "gloo",
@@ -117,18 +122,24 @@ def megatron_argv(
 
 
 def parse(
-    config: Config, *, device: Device | None = None, embedded: Mapping[str, str] | None = None
+    config: Config,
+    *,
+    device: Device | None = None,
+    embedded: Mapping[str, str] | None = None,
+    world_size: int | None = None,
 ) -> Namespace:
     """Parse and validate a configuration with Megatron's own code.
 
-    The world size is read from the environment, as Megatron does. `sys.argv` is as before when
-    this returns. Megatron's global variables are not set: that is the caller's next step, with
+    `sys.argv` and the environment are as before when this returns. Megatron's global variables are
+    not set: that is the caller's next step, with
     `megatron.training.global_vars.set_global_variables`. Megatron prints its arguments.
 
     Args:
         config: The configuration.
         device: As for `megatron_argv`.
         embedded: As for `megatron_argv`.
+        world_size: Number of processes to check for; if not given that of the environment
+            (WORLD_SIZE), which Megatron reads itself.
 
     Returns:
         Megatron's arguments, validated, from which also the model's configuration can be built.
@@ -138,10 +149,29 @@ def parse(
     """
     options = megatron_options()
     argv, problems = _command_line(config, options, device or resolve_device(config), embedded)
-    problems += _layout_problems(config)
-    if problems:
-        raise ConfigError(problems)
+    with _world(world_size):
+        problems += _layout_problems(config)
+        if problems:
+            raise ConfigError(problems)
+        return _parsed(config, argv, options)
 
+
+def smallest_world_size(config: Config) -> int:
+    """Return the smallest number of processes that the parallel sizes can run on.
+
+    That is tensor x pipeline x context, of which every other number of processes is a multiple,
+    and with expert parallelism also a multiple of expert tensor x expert x pipeline.
+    """
+    tensor, pipeline = _size(config, "tensor_model"), _size(config, "pipeline_model")
+    experts = _size(config, "expert_model")
+    if experts == 1:
+        return tensor * pipeline * _size(config, "context")
+    given = whole(config.megatron.get("expert_tensor_parallel_size"))
+    return pipeline * math.lcm(tensor * _size(config, "context"), (given or tensor) * experts)
+
+
+def _parsed(config: Config, argv: list[str], options: Options) -> Namespace:
+    """Return what Megatron's parser and its checks make of a command line."""
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
@@ -185,6 +215,21 @@ def _sys_argv(argv: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = before
+
+
+@contextlib.contextmanager
+def _world(size: int | None) -> Iterator[None]:
+    """Let WORLD_SIZE be `size` for a while, if one is given."""
+    before = os.environ.get("WORLD_SIZE")
+    if size is not None:
+        os.environ["WORLD_SIZE"] = str(size)
+    try:
+        yield
+    finally:
+        if size is not None:
+            os.environ.pop("WORLD_SIZE")
+            if before is not None:
+                os.environ["WORLD_SIZE"] = before
 
 
 def _section_arguments(
@@ -291,8 +336,7 @@ def _keys(config: Config, options: Options) -> dict[str, str]:
 
 
 def _size(config: Config, axis: str) -> int:
-    value = config.megatron.get(f"{axis}_parallel_size")
-    return int(value) if isinstance(value, int | float) and value >= 1 else 1
+    return max(1, whole(config.megatron.get(f"{axis}_parallel_size")) or 1)
 
 
 def _layout_problems(config: Config) -> list[Problem]:
@@ -324,8 +368,8 @@ def _layout_problems(config: Config) -> list[Problem]:
         problems.append(config.problem("megatron.train_iters", message))
     if megatron.get("lr") is None and not megatron.get("skip_train"):
         problems.append(config.problem("megatron.lr", "required: the peak learning rate"))
-    total = megatron.get("global_batch_size")
-    if isinstance(total, int) and isinstance(micro, int) and micro > 0 and not world % ranks:
+    total, micro = whole(megatron.get("global_batch_size")), whole(micro)
+    if total is not None and micro is not None and micro > 0 and not world % ranks:
         share = micro * (world // ranks)
         if total % share and not megatron.get("decrease_batch_size_if_needed"):
             problems.append(

@@ -7,6 +7,8 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from megatron_taco.config.megatron_section import OWNED
+
 FAILURES: Final = (
     AssertionError,
     ValueError,
@@ -18,6 +20,34 @@ FAILURES: Final = (
     SystemExit,
 )
 """What Megatron's checks of the arguments raise (`exit()` is among them)."""
+
+_SCHEDULE: Final = re.compile(
+    r"OptimizerParamScheduler: class input value (.+?) and checkpoint\s*value (.+?) for (.+?) "
+    r"do not match"
+)
+_SCHEDULE_KEYS: Final = {
+    "learning rate": ("lr", False),
+    "minimum learning rate": ("min_lr", False),
+    "warmup iterations": ("lr_warmup_iters / lr_warmup_fraction", True),
+    "total number of iterations": ("lr_decay_iters / train_iters", True),
+    "learning rate decay style": ("lr_decay_style", False),
+    "start weight decay": ("weight_decay / start_weight_decay", False),
+    "end weight decay": ("weight_decay / end_weight_decay", False),
+    "total number of weight decay iterations": ("train_iters", True),
+    "weight decay incr style": ("weight_decay_incr_style", False),
+}
+"""Keys behind what Megatron's learning-rate schedule compares; whether it counts in samples."""
+
+_ARGUMENT: Final = re.compile(
+    r"(\w+) value from checkpoint \((.*?)\) is not equal to the input argument value \((.*?)\)"
+)
+_CHECKPOINT_KEYS: Final = {
+    "add_position_embedding": "model.position_embedding_type",
+    "model_parallel_size": "megatron.tensor_model_parallel_size",
+}
+_SHAPE: Final = re.compile(
+    r"Global shape mismatch for loaded \((.*)\)\s*and expected \((.*)\) tensor for key (\S+)"
+)
 
 _FLAG: Final = re.compile(r"--([a-z0-9][a-z0-9_-]*)")
 _WORD: Final = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+")
@@ -53,6 +83,44 @@ def explain(
     mentioned = f" (see also {', '.join(others)})" if others else ""
     message = f"Megatron refuses it: {_message(error, text, statement, condition)}{mentioned}"
     return (given[0] if given else None), message
+
+
+def describe_known(error: BaseException) -> str | None:
+    """Return what an error of Megatron's loop means and which key to change, if it is known.
+
+    Known are the ways in which a checkpoint does not fit the configuration that resumes it: the
+    learning-rate schedule (`OptimizerParamScheduler.load_state_dict`), arguments of the
+    architecture (`check_checkpoint_args`) and shapes of tensors (distributed checkpointing).
+
+    Returns:
+        One sentence, or None for any other error.
+    """
+    text = " ".join(str(error).split())
+    if found := _SCHEDULE.search(text):
+        here, there, what = found.groups()
+        keys, in_samples = _SCHEDULE_KEYS.get(what, ("lr_decay_iters / train_iters", False))
+        unit = " samples (iterations x global_batch_size)" if in_samples else ""
+        return (
+            f"megatron.load: the checkpoint was trained on another schedule: {what} is "
+            f"{there}{unit} there and {here} here; set the same megatron.{keys} as there, or "
+            "megatron.override_opt_param_scheduler: true to go on with the schedule set here, or "
+            "megatron.use_checkpoint_opt_param_scheduler: true for the checkpoint's"
+        )
+    if found := _ARGUMENT.search(text):
+        name, there, here = found.groups()
+        key = _CHECKPOINT_KEYS.get(name) or OWNED.get(name, f"megatron.{name}")
+        return (
+            f"{key}: the checkpoint of megatron.load was written with {name} {there}, here it is "
+            f"{here}; set {there}, or load another checkpoint"
+        )
+    if found := _SHAPE.search(text):
+        there, here, tensor = found.groups()
+        return (
+            f"megatron.load: the tensor {tensor} has the shape {there} in the checkpoint and "
+            f"{here} here; set the sizes of the section model (and data.tokenizer) with which it "
+            "was written, or load another checkpoint"
+        )
+    return None
 
 
 def _message(

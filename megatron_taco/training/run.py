@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import logging
+import io
 import os
+import socket
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from megatron_taco.config import Config, ConfigError, Problem, load
+from megatron_taco.config import Config, ConfigError, load
 from megatron_taco.config.files import missing_files
 from megatron_taco.training.failures import describe
-from megatron_taco.training.launch_env import Ranks, ranks_from_environment
+from megatron_taco.training.launch_env import Ranks, ranks_from_environment, started_by_launcher
 from megatron_taco.training.megatron_args import Device
-from megatron_taco.training.run_folder import RunFolder
+from megatron_taco.training.megatron_failures import describe_known
+from megatron_taco.training.quiet import quiet
+from megatron_taco.training.run_folder import RunFolder, versions
 
 if TYPE_CHECKING:
     from megatron_taco.patching.session import Session
 
 OK, FAILED, USER_ERROR = 0, 1, 2
-_LOGGED_TO_FILE = (
-    "py.warnings",
-    "megatron",
-    "megatron_taco",
-    "torch.utils.cpp_extension",
-)
-_AGREEMENT_TIMEOUT = datetime.timedelta(minutes=5)
 
 
 def run(path: str, overrides: Sequence[str], *, check_only: bool = False) -> int:
@@ -41,18 +35,20 @@ def run(path: str, overrides: Sequence[str], *, check_only: bool = False) -> int
         overrides: ``dotted.key=value`` strings.
         check_only: stop after Megatron's own parser has accepted the configuration.
     """
+    launched = started_by_launcher()
     ranks = ranks_from_environment()
     try:
-        config = load(path, overrides)
-        return _Run(config, ranks, sys.stdout).execute(check_only=check_only)
+        this = _Run(load(path, overrides), ranks, sys.stdout)
+        return this.check(launched=launched) if check_only else this.execute()
     except ConfigError as error:
         return _complain(ranks, error, USER_ERROR)
 
 
 def _complain(ranks: Ranks, error: BaseException, code: int) -> int:
-    """Print a user's mistake once; all ranks find the same one and leave alike."""
-    if ranks.rank == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    """Print a user's mistake once a machine; its ranks find the same one and leave alike."""
+    if ranks.local_rank == 0:
+        where = "" if ranks.rank == 0 else f" (rank {ranks.rank} on {socket.gethostname()})"
+        print(f"error{where}: {error}", file=sys.stderr, flush=True)
     return code
 
 
@@ -65,32 +61,48 @@ class _Run:
         self.console = console
         self.folder = RunFolder(config.run.folder)
         self.session: Session | None = None
+        self.data_digest: str | None = None
 
-    def execute(self, *, check_only: bool) -> int:
+    def check(self, *, launched: bool) -> int:
+        """Check the configuration and print it resolved; no data and no other rank is needed."""
+        from megatron_taco.training import megatron_args
+
+        with contextlib.ExitStack() as stack:
+            device = self._device()
+            stack.enter_context(self._quiet(io.StringIO()))
+            self._shim(device, stack)
+            size = None if launched else megatron_args.smallest_world_size(self.config)
+            megatron_args.parse(self.config, device=device, world_size=size)
+            self._refuse_conflicts()
+        if self.ranks.rank == 0:
+            print(self.config.to_yaml(), file=self.console, end="")
+        return OK
+
+    def execute(self) -> int:
         """Check, agree, train; see :func:`run`."""
         from megatron_taco.data import DataError
-        from megatron_taco.patching import conflicts
         from megatron_taco.patching.errors import PatchError
         from megatron_taco.patching.flows import FlowCheckError
+        from megatron_taco.training.agreement import agree
 
         with contextlib.ExitStack() as stack:
             try:
-                refused: list[Problem | str] = [*conflicts.check(self.config)]
-                if not check_only:
-                    refused += missing_files(self.config)
-                if refused:
-                    raise ConfigError(refused)
+                missing = missing_files(self.config)
+                if missing:
+                    raise ConfigError(missing)
                 device = self._device()
-                if check_only:
-                    stack.enter_context(self._quiet(Path(os.devnull)))
-                    self._prepare(device, stack)
-                    if self.ranks.rank == 0:
-                        print(self.config.to_yaml(), file=self.console, end="")
-                    return OK
-                store = self._agree()
-                self._make_folder()
-                stack.enter_context(self._quiet(self.folder.log_path(self.ranks.rank)))
-                self._train(self._prepare(device, stack), store, stack)
+                store = self._rendezvous()
+                agree(store, self.ranks, self.config.canonical(), "configuration")
+                start_up_output = io.StringIO()
+                with self._quiet(start_up_output):
+                    self._shim(device, stack)
+                    args = self._parse(device)
+                facts = {**versions(), "data": self.data_digest, "device": device}
+                agree(store, self.ranks, facts, "environment")
+                log = stack.enter_context(self._claim_folder(store))
+                log.write(start_up_output.getvalue())
+                stack.enter_context(self._quiet(log))
+                self._train(args, store, stack)
                 return OK
             except (DataError, PatchError, FlowCheckError) as error:
                 code = FAILED if isinstance(error, FlowCheckError) else USER_ERROR
@@ -98,6 +110,9 @@ class _Run:
             except ConfigError:
                 raise
             except Exception as error:  # the last handler of the process: say who failed and where
+                known = describe_known(error)
+                if known is not None:
+                    return _complain(self.ranks, ConfigError(known), USER_ERROR)
                 self._report_failure(error)
                 return FAILED
 
@@ -110,17 +125,36 @@ class _Run:
             os.environ.setdefault(name, value)
         return device
 
-    def _prepare(self, device: Device, stack: contextlib.ExitStack) -> argparse.Namespace:
-        """Megatron's validated arguments; its own parser and rules decide."""
+    def _quiet(self, stream: IO[str]) -> contextlib.AbstractContextManager[None]:
+        return quiet(stream) if self.config.run.quiet else contextlib.nullcontext()
+
+    @staticmethod
+    def _shim(device: Device, stack: contextlib.ExitStack) -> None:
         if device == "cpu":
             from megatron_taco.patching.cpu import CpuShim
 
             shim = CpuShim().install()
             stack.callback(shim.undo)
             shim.install_megatron()
-        from megatron_taco.training import megatron_args
 
-        return megatron_args.parse(self.config, device=device, embedded=self._embedded_data())
+    def _parse(self, device: Device) -> argparse.Namespace:
+        """Megatron's validated arguments; its own parser and rules decide, then the data's."""
+        from megatron_taco.training import data_checks, megatron_args
+
+        args = megatron_args.parse(self.config, device=device, embedded=self._embedded_data())
+        self._refuse_conflicts()
+        problems = data_checks.check(self.config, args)
+        if problems:
+            raise ConfigError(problems)
+        return args
+
+    def _refuse_conflicts(self) -> None:
+        """Refuse what does not go with compression; after Megatron has taken the arguments."""
+        from megatron_taco.patching import conflicts
+
+        refused = conflicts.check(self.config)
+        if refused:
+            raise ConfigError(refused)
 
     def _embedded_data(self) -> dict[str, str] | None:
         """Prefixes of the prepared embedded source; one process of a machine prepares it."""
@@ -131,50 +165,47 @@ class _Run:
         named = self.config.data.tokenizer
         tokenizer = load_tokenizer(f"hf:{named.path}" if named.kind == "hf" else named.kind)
         data = stdlib.prepare(Path(self.config.data.cache), tokenizer)
+        self.data_digest = data.digest
         return {"train": str(data.train_prefix), "valid": str(data.valid_prefix)}
 
-    def _agree(self) -> Any:
+    def _rendezvous(self) -> Any:
+        """The store of the run, before any process group exists."""
         import torch.distributed as dist
 
-        from megatron_taco.training.agreement import agree
+        from megatron_taco.training.agreement import START_TIMEOUT
 
-        iterator = dist.rendezvous(
-            "env://", self.ranks.rank, self.ranks.world_size, timeout=_AGREEMENT_TIMEOUT
-        )
-        store, rank, world_size = next(iterator)
-        agree(store, rank, world_size, self.config.canonical(), _AGREEMENT_TIMEOUT)
-        return store
-
-    def _make_folder(self) -> None:
-        if self.ranks.rank == 0:
-            resume = "load" in self.config.megatron
-            self.folder.create(self.config.to_yaml(), resume=resume)
+        ranks = self.ranks
+        try:
+            meet = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=START_TIMEOUT)
+            return next(meet)[0]
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            raise ConfigError(
+                f"rank {ranks.rank} of {ranks.world_size} could not meet the others at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
+                f"{START_TIMEOUT.total_seconds():.0f} s; did all ranks start? "
+                f"({str(error).splitlines()[0]})"
+            ) from error
 
     @contextlib.contextmanager
-    def _quiet(self, path: Path) -> Iterator[None]:
-        """Send Megatron's own output and all warnings to a file while the console shows ours."""
-        if not self.config.run.quiet:
-            yield
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            path.open("a", encoding="utf-8", buffering=1) as log,
-            contextlib.redirect_stdout(log),
-            warnings.catch_warnings(),
-        ):
-            handler = logging.StreamHandler(log)
-            loggers = [logging.getLogger(name) for name in _LOGGED_TO_FILE]
-            for logger in loggers:
-                logger.addHandler(handler)
-                logger.propagate = False
-            logging.captureWarnings(True)
-            try:
-                yield
-            finally:
-                logging.captureWarnings(False)
-                for logger in loggers:
-                    logger.propagate = True
-                    logger.removeHandler(handler)
+    def _claim_folder(self, store: Any) -> Any:
+        """Rank 0 makes the run folder and keeps others out; then every rank opens its log in it."""
+        from megatron_taco.data import DataError
+
+        with contextlib.ExitStack() as stack:
+            said = "ready"
+            if self.ranks.rank == 0:
+                resume = self.config.megatron.get("load") is not None
+                try:
+                    stack.enter_context(self.folder.claimed(self.config.to_yaml(), resume=resume))
+                except (OSError, DataError) as error:
+                    said = f"{self.config.where('run.dir')}: run.dir: {error}"
+                store.set("megatron_taco/folder", said)
+            said = store.get("megatron_taco/folder").decode()
+            if said != "ready":
+                raise ConfigError(said)
+            path = self.folder.log_path(self.ranks.rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
 
     def _train(self, args: argparse.Namespace, store: Any, stack: contextlib.ExitStack) -> None:
         import torch.distributed as dist
@@ -197,23 +228,26 @@ class _Run:
             stream=self.console,
             metrics=self.folder.metrics,
             log_interval=args.log_interval,
-            last_iteration=args.train_iters,
             sequence_parallel=args.sequence_parallel,
+            learned_positions=args.position_embedding_type == "learned_absolute",
         )
         self.session = session
         session.install(registry)
         stack.callback(session.undo)
         attention = "sdpa" if self.config.model.attention == "auto" else self.config.model.attention
         model_config = model_config_from_args(args, attention)
-        pretrain(
-            pretrain_cfg_container_from_args(args, model_config),
-            train_valid_test_datasets_provider,
-            ModelType.encoder_or_decoder,
-            forward_step,
-            store=store,
-        )
+        try:
+            pretrain(
+                pretrain_cfg_container_from_args(args, model_config),
+                train_valid_test_datasets_provider,
+                ModelType.encoder_or_decoder,
+                forward_step,
+                store=store,
+            )
+        except SystemExit as stop:  # Megatron's exit_interval, exit_duration_in_mins, signals
+            if stop.code not in (None, 0):
+                raise
         session.finish()
-        dist.barrier()
         dist.destroy_process_group()
 
     def _report_failure(self, error: Exception) -> None:

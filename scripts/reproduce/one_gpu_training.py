@@ -102,12 +102,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--layouts", default="tp2,tp2pp2")
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--global-batch", type=int, default=8)
     parser.add_argument("--runs", type=Path, default=Path("runs/one-gpu"))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     common = [
-        *("megatron.tensor_model_parallel_size=2", "megatron.micro_batch_size=4"),
-        *("megatron.global_batch_size=8", f"megatron.train_iters={args.steps}"),
+        "megatron.tensor_model_parallel_size=2",
+        f"megatron.micro_batch_size={args.micro_batch}",
+        f"megatron.global_batch_size={args.global_batch}",
+        f"megatron.train_iters={args.steps}",
         *("megatron.log_interval=1", "megatron.eval_iters=5", "megatron.eval_interval=null"),
         # The recipe's warm-up is 700 steps; a short run has to learn something.
         *("megatron.lr_warmup_fraction=null", "megatron.lr_warmup_iters=10"),
@@ -133,7 +137,8 @@ def main() -> None:
         f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, "
         f"megatron-core {found['versions']['megatron-core']}, Python {platform.python_version()}. "
         "Link: NCCL sockets over loopback (NCCL_HOSTID differs between ranks). Local layer spec, "
-        "torch attention, BF16, sequence 2048, micro-batch 4, global batch 8. Plain-torch "
+        f"torch attention, BF16, sequence 2048, micro-batch {args.micro_batch}, global batch "
+        f"{args.global_batch}. Plain-torch "
         "compressor (no fused kernels): times are those of the ranks sharing one card.",
         "",
     ]

@@ -70,8 +70,15 @@ def datasets(samples: Any, vp_stage: Any = None) -> Any:
 datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
-def train_plain(rank: int, world_size: int, argv: list[str]) -> list[float]:
-    """Train with the command line ``argv``; returns the losses on ranks that have them."""
+def train_plain(rank: int, world_size: int, argv: list[str], attention: str) -> list[float]:
+    """Train with the command line ``argv``; returns the losses on ranks that have them.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        argv: Megatron's arguments.
+        attention: ``megatron`` for Megatron's layers, ``sdpa`` for those of our model provider.
+    """
     import os
 
     from megatron_taco.patching.cpu import CpuShim
@@ -99,6 +106,11 @@ def train_plain(rank: int, world_size: int, argv: list[str]) -> list[float]:
     loop.training_log = training_log
     sys.argv = ["plain", *argv]
     args = parse_and_validate_args()
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    model_config = gpt_config_from_args(args)
+    if attention == "sdpa":
+        from megatron_taco.training.model import torch_block_spec
+
+        model_config.transformer_layer_spec = torch_block_spec
+    config = pretrain_cfg_container_from_args(args, model_config)
     loop.pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
     return losses

@@ -64,20 +64,27 @@ def places(rank: int, world_size: int, config: str, overrides: list[str]) -> dic
     return {name: during[name] is before[name] for name in before}
 
 
-@pytest.mark.parametrize("layout", [TP2_PP2, (TP2,)], ids=["tp2-pp2", "tp2"])
+@pytest.mark.parametrize(
+    ("layout", "attention"),
+    [(TP2_PP2, "megatron"), ((TP2,), "sdpa")],
+    ids=["tp2-pp2", "tp2-torch-attention"],
+)
 def test_off_is_megatron_without_us(
-    run_ranks: RankRunner, tmp_path: Path, layout: tuple[str, ...]
+    run_ranks: RankRunner, tmp_path: Path, layout: tuple[str, ...], attention: str
 ) -> None:
-    """Contract 6: with compression off 20 steps' losses are Megatron's, bit for bit."""
+    """Contract 6: with compression off 20 steps' losses are Megatron's, bit for bit.
+
+    With Megatron's own layers, and with the layers that our model provider chooses by default.
+    """
     config = write_config(tmp_path)
-    overrides = [*layout, OFF, "model.attention=megatron", "megatron.train_iters=20"]
+    overrides = [*layout, OFF, f"model.attention={attention}", "megatron.train_iters=20"]
     ranks = 2 ** len(layout)
     run_ranks(train, ranks, config, overrides, init=False, timeout=120)
     ours = losses(tmp_path)
     argv = run_ranks(
         command_line_on_a_rank, 1, config, overrides, init=False, env={"WORLD_SIZE": str(ranks)}
     )[0]
-    plain = run_ranks(train_plain, ranks, argv, init=False, timeout=120)
+    plain = run_ranks(train_plain, ranks, argv, attention, init=False, timeout=120)
     assert len(plain[-1]) == 20
     assert list(ours.values()) == plain[-1]
 

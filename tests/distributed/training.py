@@ -25,6 +25,7 @@ megatron:
   train_iters: 6
   lr: 3.0e-3
   lr_decay_style: constant
+  lr_decay_iters: 20
   eval_iters: 0
   log_interval: 1
   bf16: true
@@ -39,10 +40,7 @@ compression:
 OFF = "compression.tensor_parallel.mode=off"
 TP2_PP2 = ("megatron.tensor_model_parallel_size=2", "megatron.pipeline_model_parallel_size=2")
 SP = "megatron.sequence_parallel=true"
-INTERLEAVED = (
-    "megatron.num_layers_per_virtual_pipeline_stage=1",
-    "megatron.overlap_p2p_communication=true",
-)
+INTERLEAVED = ("megatron.num_layers_per_virtual_pipeline_stage=1",)
 DISTRIBUTED_OPTIMIZER = "megatron.use_distributed_optimizer=true"
 
 

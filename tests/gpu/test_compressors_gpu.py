@@ -34,6 +34,18 @@ def same(on_gpu: torch.Tensor, on_cpu: torch.Tensor) -> bool:
     return torch.equal(on_gpu, on_cpu)
 
 
+def everything(taco: Taco, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    numel = x.shape[1]
+    payloads = taco.encode_rows(x)
+    return (
+        payloads,
+        taco.decode_rows(payloads, numel, x.dtype),
+        taco.decode_sum(payloads, numel),
+        taco.reduce_encode(payloads, numel),
+        taco.nonfinite_blocks(payloads, numel),
+    )
+
+
 @pytest.mark.parametrize(
     ("form", "scales"), itertools.product(FORMATS, SCALES), ids=lambda value: str(value)
 )
@@ -44,29 +56,14 @@ def test_bytes_and_values_are_those_of_the_cpu(form: str, scales: str) -> None:
     ):
         taco = Taco(form, block, rotation, scales)
         x = hard_data(seed, 4, 100_003, dtype)
-        numel = x.shape[1]
         on_gpu = x.cuda()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            payloads = taco.encode_rows(on_gpu)
-            results = (
-                payloads,
-                taco.decode_rows(payloads, numel, dtype),
-                taco.decode_sum(payloads, numel),
-                taco.reduce_encode(payloads, numel),
-                taco.nonfinite_blocks(payloads, numel),
-            )
+            results = everything(taco, on_gpu)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        expected_payloads = taco.encode_rows(x)
-        expected = (
-            expected_payloads,
-            taco.decode_rows(expected_payloads, numel, dtype),
-            taco.decode_sum(expected_payloads, numel),
-            taco.reduce_encode(expected_payloads, numel),
-            taco.nonfinite_blocks(expected_payloads, numel),
-        )
+        expected = everything(taco, x)
         for name, found, wanted in zip(
             ("encode", "decode", "decode_sum", "reduce_encode", "nonfinite_blocks"),
             results,

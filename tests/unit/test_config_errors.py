@@ -88,6 +88,11 @@ CASES = {
         f"{TP}.published_clips: true needs scales: dual, but scales is merged_bf16; "
         "set scales: dual or published_clips: false",
     ),
+    "clips of an integer format": (
+        tensor_parallel("{published_clips: true, format: int8}"),
+        f"{TP}.published_clips: true needs one of the formats e4m3, e5m2, but format is int8; "
+        "set format: e4m3 or published_clips: false",
+    ),
     "nothing to compress": (
         tensor_parallel("{mode: on, forward: false, backward: false}"),
         f"{TP}.mode: 'on' with forward: false and backward: false compresses nothing; "
@@ -186,6 +191,58 @@ CASES = {
         "x.yaml:3: megatron.yaml_cfg: not allowed: "
         "this file takes the place of Megatron's own YAML; write the arguments here",
     ),
+    "attention mask": (
+        GOOD + "megatron: {reset_attention_mask: true}",
+        "x.yaml:3: megatron.reset_attention_mask: true is not allowed: the training step passes no "
+        "attention mask, attention is causal over the whole sequence; remove it "
+        "(reset_position_ids and eod_mask_loss work)",
+    ),
+    "attention mask of the data set": (
+        GOOD + "megatron: {create_attention_mask_in_dataloader: true}",
+        "x.yaml:3: megatron.create_attention_mask_in_dataloader: true is not allowed: the training "
+        "step passes no attention mask, attention is causal over the whole sequence; remove it",
+    ),
+    "mask between documents": (
+        GOOD + "megatron: {dataloader_inter_document_masking: true}",
+        "x.yaml:3: megatron.dataloader_inter_document_masking: true is not allowed: the training "
+        "step passes no attention mask, attention is causal over the whole sequence; remove it",
+    ),
+    "context parallel": (
+        GOOD + "megatron:\n  transformer_impl: local\n  context_parallel_size: 2.0",
+        "x.yaml:5: megatron.context_parallel_size: 2 needs Transformer Engine's attention; set "
+        "megatron.transformer_impl: transformer_engine and model.attention: megatron, or "
+        "megatron.context_parallel_size: 1",
+    ),
+    "zero-centred gamma": (
+        GOOD + "megatron: {apply_layernorm_1p: true}",
+        "x.yaml:3: megatron.apply_layernorm_1p: true needs norms with a zero-centred gamma, which "
+        "torch's, used with model.attention: auto, do not have; set model.attention: megatron, or "
+        "megatron.apply_layernorm_1p: false",
+    ),
+    "sliding window": (
+        GOOD + "megatron: {window_size: '64,0'}",
+        "x.yaml:3: megatron.window_size: '64,0': torch's attention, used with model.attention: "
+        "auto, has no sliding window; set model.attention: megatron, or remove the key",
+    ),
+    "softmax": (
+        "data: {source: mock}\nmodel: {preset: gpt-tiny, attention: sdpa}\n"
+        "megatron: {softmax_type: off-by-one}",
+        "x.yaml:3: megatron.softmax_type: 'off-by-one': torch's attention, used with "
+        "model.attention: sdpa, has only vanilla; set model.attention: megatron, or "
+        "megatron.softmax_type: vanilla",
+    ),
+    "sequence parallel": (
+        GOOD + "megatron:\n  sequence_parallel: true\n  tensor_model_parallel_size: 3",
+        "x.yaml:2: model.max_position_embeddings: 128 tokens do not divide into 3 equal parts, "
+        "which megatron.sequence_parallel with tensor_model_parallel_size 3 needs; allowed: a "
+        "multiple of 3, or megatron.sequence_parallel: false",
+    ),
+    "sequence parallel of shorter sequences": (
+        GOOD + "megatron: {sequence_parallel: true, tensor_model_parallel_size: 2, seq_length: 63}",
+        "x.yaml:3: megatron.seq_length: 63 tokens do not divide into 2 equal parts, which "
+        "megatron.sequence_parallel with tensor_model_parallel_size 2 needs; allowed: a multiple "
+        "of 2, or megatron.sequence_parallel: false",
+    ),
     "two sources": (
         "data:\n  source: mock\n  path: a\n  tokenizer: bytes\nmodel: {preset: gpt-tiny}",
         "x.yaml:3: data.path: contradicts data.source; give exactly one of source, path",
@@ -283,6 +340,34 @@ CASES = {
 def test_one_mistake_is_one_line(tmp_path: Path, case: str) -> None:
     text, expected = CASES[case]
     assert problems(tmp_path, text) == [expected]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "megatron: {reset_attention_mask: false, reset_position_ids: true, eod_mask_loss: true}",
+        "megatron: {no_create_attention_mask_in_dataloader: true}",
+        "megatron: {apply_layernorm_1p: false, softmax_type: vanilla, window_size: null}",
+        "megatron: {sequence_parallel: true, tensor_model_parallel_size: 4.0, seq_length: 64}",
+        "megatron: {sequence_parallel: true, seq_length: 63}",
+        "megatron: {context_parallel_size: 1}",
+        "compression: {tensor_parallel: {published_clips: true, format: e5m2}}",
+    ],
+)
+def test_what_goes_together_is_accepted(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(GOOD + text)
+    load(path)
+
+
+def test_megatrons_own_layers_take_what_torchs_do_not(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "data: {source: mock}\nmodel: {preset: gpt-tiny, attention: megatron}\n"
+        "megatron: {apply_layernorm_1p: true, softmax_type: learnable, window_size: '64,0', "
+        "context_parallel_size: 2, transformer_impl: transformer_engine}"
+    )
+    load(path)
 
 
 OVERRIDES = {

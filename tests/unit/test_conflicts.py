@@ -62,6 +62,15 @@ def test_one_rank_has_nothing_to_compress(tmp_path: Path) -> None:
     assert conflicts.check(config(tmp_path, mode="off", tensor_model_parallel_size=1)) == []
 
 
+def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:
+    assert conflicts.check(config(tmp_path, tensor_model_parallel_size=2.0)) == []
+    loaded = config(tmp_path, tensor_parallel_num_weight_shards=4.0)
+    (message,) = conflicts.check(loaded)
+    assert "tensor_parallel_num_weight_shards: 4 over a tensor-parallel size of 2" in message
+    (note,) = conflicts.notes(config(tmp_path, expert_model_parallel_size=2.0))
+    assert "all-to-all" in note
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -1,12 +1,14 @@
 """`megatron-taco` and its `doctor`: what is printed, exit codes, and what is not imported."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib import util
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_taco.cli import COMMANDS, doctor, machine, main
@@ -19,6 +21,10 @@ model: {preset: gpt-tiny}
 megatron:
   tensor_model_parallel_size: 2
   tp_comm_overlap: false
+  micro_batch_size: 2
+  global_batch_size: 4
+  train_iters: 2
+  lr: 1e-3
 compression: {tensor_parallel: {mode: on}}
 """
 
@@ -87,7 +93,7 @@ def test_conflict_gives_exit_code_1_and_names_the_line(
 
 
 def test_overrides_are_the_trainers(capsys: pytest.CaptureFixture[str], config_file: Path) -> None:
-    arguments = ["doctor", "--json", "--config", str(config_file)]
+    arguments = ["doctor", "--json", "--quick", "--config", str(config_file)]
     assert main([*arguments, "megatron.tp_comm_overlap=true"]) == 1
     (message,) = json.loads(capsys.readouterr().out)["conflicts"]
     assert message.startswith("command line")
@@ -101,6 +107,55 @@ def test_asking_for_a_gpu_that_is_not_there(
     assert main(arguments) == 1
     (message,) = json.loads(capsys.readouterr().out)["conflicts"]
     assert "torch sees no GPU" in message
+
+
+def test_megatrons_parser_has_its_say_but_not_when_quick(
+    capsys: pytest.CaptureFixture[str], config_file: Path
+) -> None:
+    environment, arguments = dict(os.environ), list(sys.argv)
+    doctor_this = ["doctor", "--json", "--config", str(config_file)]
+    wrong = ["megatron.seq_length=4096", "run.device=cpu"]
+    assert main([*doctor_this, *wrong]) == 1
+    captured = capsys.readouterr()
+    (message,) = json.loads(captured.out)["conflicts"]
+    assert "Megatron refuses it: max_position_embeddings (128)" in message
+    assert captured.err == ""
+    assert (dict(os.environ), sys.argv) == (environment, arguments)
+    main([*doctor_this, "--quick", *wrong])
+    assert json.loads(capsys.readouterr().out)["conflicts"] == []
+
+
+def test_the_fewest_processes_are_enough_for_the_parser(
+    capsys: pytest.CaptureFixture[str], config_file: Path
+) -> None:
+    doctor_this = ["doctor", "--json", "--config", str(config_file), "run.device=cpu"]
+    main([*doctor_this, "megatron.pipeline_model_parallel_size=2"])
+    assert json.loads(capsys.readouterr().out)["conflicts"] == []
+    assert main([*doctor_this, "megatron.pipeline_model_parallel_size=3"]) == 1
+    (message,) = json.loads(capsys.readouterr().out)["conflicts"]
+    assert "Number of layers should be divisible" in message
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_files_that_are_not_there_are_problems(
+    capsys: pytest.CaptureFixture[str], config_file: Path, quick: bool
+) -> None:
+    arguments = ["doctor", "--json", "--config", str(config_file), *["--quick"] * quick]
+    assert main([*arguments, "data={path: no/such, tokenizer: bytes}"]) == 1
+    (message,) = json.loads(capsys.readouterr().out)["conflicts"]
+    assert "there is no no/such.bin" in message
+
+
+def test_the_data_are_looked_into(capsys: pytest.CaptureFixture[str], config_file: Path) -> None:
+    from megatron_taco.data.writer import DocumentWriter
+
+    prefix = config_file.with_name("one")
+    with DocumentWriter(prefix, vocab_size=257) as writer:
+        writer.add(np.zeros(1000, dtype=np.uint16), "zeros")
+    arguments = ["doctor", "--json", "--config", str(config_file)]
+    assert main([*arguments, f"data={{path: {prefix}, split: '9,1', tokenizer: bytes}}"]) == 1
+    (message,) = json.loads(capsys.readouterr().out)["conflicts"]
+    assert "has 1 document (1000 tokens)" in message
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
 """Configurations through Megatron's own parser and validation."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_taco.config import Config, ConfigError, count_parameters, load
+from megatron_taco.patching.cpu import CpuShim
 from megatron_taco.training.megatron_args import (
     Device,
     defaults,
@@ -16,7 +19,9 @@ from megatron_taco.training.megatron_args import (
     megatron_argv,
     parse,
     resolve_device,
+    smallest_world_size,
 )
+from megatron_taco.training.megatron_failures import describe_known
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -52,7 +57,7 @@ def parse_as(monkeypatch: pytest.MonkeyPatch) -> Parse:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
 
     def parse_as(
-        config: Config, world: int, device: Device = "cpu", **more: dict[str, str]
+        config: Config, world: int, device: Device = "cpu", **more: Any
     ) -> argparse.Namespace:
         monkeypatch.setenv("WORLD_SIZE", str(world))
         monkeypatch.setenv("RANK", "1")
@@ -277,3 +282,126 @@ def test_parsing_leaves_the_command_line_and_megatrons_globals_alone(
     assert sys.argv == argv
     with pytest.raises(AssertionError):
         global_vars.get_args()
+
+
+def test_the_world_size_can_be_given_without_a_launcher(
+    small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for started in (None, "1"):
+        if started is None:
+            monkeypatch.delenv("WORLD_SIZE", raising=False)
+        else:
+            monkeypatch.setenv("WORLD_SIZE", started)
+        with pytest.raises(ConfigError, match="does not divide the 1 started"):
+            parse(small(), device="cpu")
+        with CpuShim():
+            args = parse(small(), device="cpu", world_size=smallest_world_size(small()))
+        assert (args.world_size, args.data_parallel_size) == (4, 1)
+        assert os.environ.get("WORLD_SIZE") == started
+
+
+@pytest.mark.parametrize(
+    ("sizes", "smallest"),
+    [
+        ({}, 4),
+        ({"pipeline_model": 1}, 2),
+        ({"tensor_model": 4.0}, 8),
+        ({"context": 3, "tensor_model": 1}, 6),
+        ({"expert_model": 4}, 16),
+        ({"expert_model": 4, "expert_tensor": 1}, 8),
+        ({"expert_model": 3, "expert_tensor": 1}, 12),
+    ],
+)
+def test_smallest_world_size(
+    sizes: dict[str, float], smallest: int, small: Callable[..., Config]
+) -> None:
+    overrides = [f"megatron.{axis}_parallel_size={size}" for axis, size in sizes.items()]
+    te = ["megatron.transformer_impl=transformer_engine", "model.attention=megatron"]
+    assert smallest_world_size(small(*overrides, *te)) == smallest
+
+
+def test_batches_written_as_floats_are_checked_like_others(
+    small: Callable[..., Config], parse_as: Parse
+) -> None:
+    with pytest.raises(ConfigError, match="9 is not a multiple of micro_batch_size 2 x 1"):
+        parse_as(small("megatron.global_batch_size=9.0", "megatron.micro_batch_size=2.0"), 4)
+
+
+def scheduler(**changed: float | str) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    settings: dict[str, Any] = {
+        "init_lr": 0.0,
+        "max_lr": 1e-3,
+        "min_lr": 1e-4,
+        "lr_warmup_steps": 0,
+        "lr_decay_steps": 48,
+        "lr_decay_style": "cosine",
+        "start_wd": 0.1,
+        "end_wd": 0.1,
+        "wd_incr_steps": 48,
+        "wd_incr_style": "constant",
+        "use_checkpoint_opt_param_scheduler": False,  # Megatron's own default for a run
+    }
+    return OptimizerParamScheduler(SimpleNamespace(param_groups=[]), **{**settings, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"max_lr": 2e-3}, ["learning rate is 0.002 there and 0.001 here; ", "megatron.lr as"]),
+        (
+            {"lr_decay_steps": 96, "wd_incr_steps": 96},
+            [
+                "96 samples (iterations x global_batch_size) there and 48 here",
+                "lr_decay_iters / train_iters",
+            ],
+        ),
+        ({"lr_warmup_steps": 8}, ["lr_warmup_iters / lr_warmup_fraction"]),
+        ({"lr_decay_style": "linear"}, ["linear there and cosine here", "megatron.lr_decay_style"]),
+        ({"wd_incr_steps": 96}, ["megatron.train_iters as"]),
+    ],
+)
+def test_another_schedule_than_the_checkpoints_is_explained(
+    changed: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(AssertionError) as caught:
+        scheduler().load_state_dict(scheduler(**changed).state_dict())
+    told = describe_known(caught.value)
+    assert told is not None
+    assert "\n" not in told
+    for word in [*words, "megatron.load", "megatron.override_opt_param_scheduler: true"]:
+        assert word in told
+
+
+def test_another_model_than_the_checkpoints_is_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.training import checkpointing
+
+    here = argparse.Namespace(num_layers=2, hidden_size=8)
+    there = argparse.Namespace(num_layers=4, hidden_size=8)
+    monkeypatch.setattr(checkpointing, "get_args", lambda: here)
+    with pytest.raises(AssertionError) as caught:
+        checkpointing.check_checkpoint_args(there)
+    assert describe_known(caught.value) == (
+        "model.num_layers: the checkpoint of megatron.load was written with num_layers 4, here it "
+        "is 2; set 4, or load another checkpoint"
+    )
+
+
+def test_another_shape_than_the_checkpoints_is_explained() -> None:
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+
+    stored = SimpleNamespace(state_dict_metadata={"a.weight": SimpleNamespace(size=(4, 8))})
+    wanted = [SimpleNamespace(key="a.weight", global_shape=(4, 16))]
+    with pytest.raises(Exception, match="shape mismatch") as caught:
+        MCoreLoadPlanner._validate_global_shapes(None, stored, wanted)
+    told = describe_known(caught.value)
+    assert told is not None
+    assert "tensor a.weight has the shape (4, 8) in the checkpoint and (4, 16) here" in told
+
+
+def test_what_is_not_known_is_left_alone() -> None:
+    assert describe_known(ValueError("something else")) is None

@@ -1,0 +1,124 @@
+"""``megatron-taco bench collectives``: compressed collectives beside the backend's own.
+
+On ranks (of torchrun or ``lab run``) it measures; elsewhere it starts its own ranks, on the hosts
+or the loopback that its arguments ask for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from megatron_taco.cli.lab_arguments import (
+    add_gpu_arguments,
+    add_link_arguments,
+    checked,
+    count,
+    gpu_mode,
+    microseconds,
+)
+from megatron_taco.lab.link import LabError
+from megatron_taco.lab.sizes import parse_sizes
+
+FORMATS: Final = ("e4m3", "e5m2", "int8", "int6", "int4")
+OPERATIONS: Final = ("all_reduce", "reduce_scatter", "all_gather")
+ALGORITHMS: Final = ("one_shot", "two_shot")
+SCALES: Final = ("dual", "merged_fp32", "merged_bf16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``bench collectives``."""
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--sizes",
+        type=checked(parse_sizes),
+        metavar="LIST",
+        help="bytes of the BF16 tensor (default: 1MiB,16MiB,128MiB on GPUs, 1MiB,4MiB on CPUs)",
+    )
+    for name, allowed, default in (
+        ("formats", FORMATS, "e4m3,int8,int6,int4"),
+        ("operations", OPERATIONS, ",".join(OPERATIONS)),
+        ("algorithms", ALGORITHMS, ",".join(ALGORITHMS)),
+    ):
+        what.add_argument(
+            f"--{name}",
+            type=_words(allowed),
+            default=default,
+            metavar="LIST",
+            help=f"of {', '.join(allowed)} (default: {default})",
+        )
+    what.add_argument("--block", type=count, default=256, choices=(32, 64, 128, 256, 512))
+    what.add_argument("--scales", default="dual", choices=SCALES)
+    what.add_argument("--repeats", type=count, default=5, metavar="N", help="default: 5")
+    what.add_argument(
+        "--silence",
+        type=microseconds,
+        default=microseconds("50ms"),
+        metavar="TIME",
+        help="without traffic before each call, so that the link's bucket is full (default: 50ms)",
+    )
+    what.add_argument("--json", type=Path, metavar="FILE", help="also write all samples there")
+    where = parser.add_argument_group("where, unless torchrun or lab run started the ranks")
+    where.add_argument("--ranks", type=count, metavar="N", help="N ranks over loopback")
+    add_link_arguments(where)
+    where.add_argument("--lab", metavar="NAME", help="use the hosts of this lab, which is up")
+    where.add_argument("--ranks-per-host", type=count, default=1, metavar="K")
+    add_gpu_arguments(where)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the benchmark; see :func:`megatron_taco.cli.bench.run` for the result."""
+    try:
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            from megatron_taco.lab.collective_runs import measure
+
+            return measure(args)
+        return _start(args)
+    except LabError as error:
+        print(f"megatron-taco bench collectives: {error}", file=sys.stderr)
+        return 2
+
+
+def _start(args: argparse.Namespace) -> int:
+    """Starts ranks that run this benchmark."""
+    from megatron_taco.cli.lab import in_lab
+    from megatron_taco.lab.launch import launch
+    from megatron_taco.lab.places import loopback_places
+
+    command = [sys.executable, "-m", "megatron_taco.cli", "bench", "collectives"]
+    for name in ("formats", "operations", "algorithms"):
+        command += [f"--{name}", ",".join(getattr(args, name))]
+    command += ["--block", str(args.block), "--scales", args.scales]
+    command += ["--repeats", str(args.repeats), "--silence", f"{args.silence}us"]
+    if args.sizes is not None:
+        command += ["--sizes", ",".join(map(str, args.sizes))]
+    if args.json is not None:
+        command += ["--json", str(args.json)]
+    in_link = args.hosts is not None or args.rate is not None or args.lab is not None
+    if args.ranks is not None:
+        if in_link:
+            raise LabError("--ranks is for loopback; hosts with a rate take --ranks-per-host")
+        return launch(command, loopback_places(args.ranks, gpus=gpu_mode(args)))
+    if not in_link:
+        raise LabError(
+            "no ranks: start it with torchrun or megatron-taco lab run, or name --hosts N --rate "
+            "RATE, --lab NAME or --ranks N"
+        )
+    return in_lab(args, command, quiet=True)
+
+
+def _words(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """Returns a type for argparse: a list of some of ``allowed``."""
+
+    def parse(text: str) -> list[str]:
+        words = [word.strip() for word in text.split(",")]
+        for word in words:
+            if word not in allowed:
+                raise ValueError(f"{word!r} is none of {', '.join(allowed)}")
+        return words
+
+    return checked(parse)
