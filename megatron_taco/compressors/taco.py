@@ -147,7 +147,9 @@ class Taco(Compressor):
 
     def _kernels(self, device: torch.device) -> Kernels | None:
         """Return the kernels that replace the code below on ``device``, if there are any."""
-        return None if self.published_clips else kernels_on(device)
+        if self.published_clips:
+            return None
+        return kernels_on(device, self.format, self.scales)
 
     def reference(self) -> "Taco":
         """Return the same compressor in plain torch on every device: the kernels' oracle."""

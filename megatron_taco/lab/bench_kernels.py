@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -171,11 +172,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     from megatron_taco.compressors import Taco
-    from megatron_taco.compressors.dispatch import kernels_on
+    from megatron_taco.compressors.dispatch import ALL_KERNELS, kernels_on
+
+    os.environ[ALL_KERNELS] = "1"
 
     try:
         elements = parse_elements(options.elements)
-        if not torch.cuda.is_available() or kernels_on(torch.device("cuda", 0)) is None:
+        gpu = torch.device("cuda", 0)
+        if not torch.cuda.is_available() or kernels_on(gpu, "e4m3", "dual") is None:
             raise ValueError("the kernels need a CUDA device of compute capability 8.0 and Triton")
     except ValueError as error:
         print(f"bench_kernels: {error}", file=sys.stderr)
