@@ -73,7 +73,8 @@ def test_a_split_without_documents_is_refused_used_or_not(
         assert message.endswith(
             f"{prefix} has 1 document (1000 tokens), of which data.split '9,1,0' gives validation "
             "a share of 0.1, 0 documents (0 tokens); Megatron would never finish building "
-            "that part: give more documents or other shares, in data.split, for instance 0 for validation"
+            "that part: give more documents or other shares, in data.split, for instance 0 for "
+            "validation"
         )
     assert found(config, split="1,0,0") == []
 
