@@ -26,14 +26,7 @@ def tensor_parallel_router(config: Config, counters: Counters) -> Router:
         "tp.output_layer": settings.output_layer,
     }
     return Router(
-        compressor=compressors.build(
-            settings.compressor,
-            format=settings.format,
-            block=settings.block,
-            rotation=settings.rotation,
-            scales=settings.scales,
-            published_clips=settings.published_clips,
-        ),
+        compressor=compressors.build(settings.compressor, **settings.settings()),
         algorithm=settings.algorithm,
         roles=frozenset(role for role, on in roles.items() if on),
         min_bytes=settings.min_bytes,
@@ -64,7 +57,7 @@ class Session:
         sequence_parallel: bool,
         learned_positions: bool,
     ) -> None:
-        compressing = config.compression.tensor_parallel.mode == "on"
+        compressing = config.compression.tensor_parallel.enabled
         self.counters = Counters(tensor.all_flows() if compressing else [])
         self.reporter = Reporter(
             counters=self.counters,

@@ -106,10 +106,6 @@ class Counters:
     def __getitem__(self, flow: Flow) -> FlowCount:
         return self._counts[flow]
 
-    def wire_bytes(self) -> int:
-        """Bytes this rank sent in all flows."""
-        return sum(count.wire for count in self._counts.values())
-
     def vector(self) -> list[float]:
         """All numbers of all flows, in order, for a reduction over ranks."""
         return [number for flow in self.flows for number in self._counts[flow].numbers()]

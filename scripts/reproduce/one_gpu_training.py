@@ -21,10 +21,13 @@ from typing import Any
 
 import torch
 
+from megatron_taco.compressors.dispatch import kernels_on
+from megatron_taco.config import load
 from megatron_taco.lab.shared_gpu import run_ranks
 from megatron_taco.training.run_folder import environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+CONFIG = ROOT / "configs" / "gpt-350m.yaml"
 OFF = "compression.tensor_parallel.mode=off"
 
 
@@ -34,7 +37,7 @@ def train(name: str, ranks: int, runs: Path, overrides: list[str]) -> tuple[floa
     code = run_ranks(
         ranks,
         [
-            *("-m", "megatron_taco.pretrain", "--config", str(ROOT / "configs" / "gpt-350m.yaml")),
+            *("-m", "megatron_taco.pretrain", "--config", str(CONFIG)),
             *("data.path=null", "data.split=null", "data.source=python-stdlib"),
             *("data.tokenizer=bytes", f"data.cache={runs / 'data'}"),
             *(f"run.dir={runs}", f"run.name={name}", *overrides),
@@ -130,6 +133,9 @@ def main() -> None:
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
+    settings = load(CONFIG).compression.tensor_parallel
+    fused = kernels_on(torch.device("cuda", 0), settings.format, settings.scales) is not None
+    compressor = "Fused kernels" if fused else "Plain-torch compressor"
     lines = [
         "## GPT-350M on one GPU, ranks sharing it",
         "",
@@ -138,8 +144,8 @@ def main() -> None:
         f"megatron-core {found['versions']['megatron-core']}, Python {platform.python_version()}. "
         "Link: NCCL sockets over loopback (NCCL_HOSTID differs between ranks). Local layer spec, "
         f"torch attention, BF16, sequence 2048, micro-batch {args.micro_batch}, global batch "
-        f"{args.global_batch}. Plain-torch "
-        "compressor (no fused kernels): times are those of the ranks sharing one card.",
+        f"{args.global_batch}. {compressor}: "
+        "times are those of the ranks sharing one card.",
         "",
     ]
     for key in args.layouts.split(","):
