@@ -34,33 +34,67 @@ class Compressor(ABC):
         """Return the size in bytes of the payload of ``numel`` elements (0 for 0)."""
 
     @abstractmethod
-    def encode_rows(self, x: Tensor) -> Tensor:
+    def encode_rows(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Encode each row of ``x`` [R, n] into its own payload: uint8 [R, payload_bytes(n)].
+
+        Args:
+            x: The values.
+            out: Where the payloads go, if not into a new tensor.
 
         Raises:
             TypeError: If ``x`` is not FP32, BF16 or FP16.
-            ValueError: If ``x`` has not two dimensions.
+            ValueError: If ``x`` has not two dimensions, or ``out`` is not what is returned.
         """
 
     @abstractmethod
-    def decode_rows(self, payloads: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    def decode_rows(
+        self, payloads: Tensor, numel: int, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
         """Decode uint8 [R, payload_bytes(numel)] to values of ``dtype`` [R, numel].
+
+        Args:
+            payloads: The payloads.
+            numel: Elements of a row.
+            dtype: Of the values.
+            out: Where the values go, if not into a new tensor.
 
         Raises:
             TypeError: If the payloads are not uint8 or ``dtype`` is not FP32, BF16 or FP16.
-            ValueError: If the payloads have another shape than expected.
+            ValueError: If the payloads have another shape than expected, or ``out`` is not what
+                is returned.
         """
 
     @abstractmethod
-    def decode_sum(self, payloads: Tensor, numel: int) -> Tensor:
+    def decode_sum(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         """Sum the decoded values of uint8 [P, payload_bytes(numel)] to FP32 [numel].
 
         The sum is of decoded values, never of codes, in FP32 and in the order 0 .. P-1.
+
+        Args:
+            payloads: The payloads.
+            numel: Elements of each.
+            out: Where the sum goes, if not into a new FP32 tensor: FP32, BF16 or FP16 [numel],
+                contiguous; the FP32 sum is rounded to its dtype once.
+
+        Raises:
+            TypeError: If the payloads are not uint8, or ``out`` has another dtype.
+            ValueError: If the payloads or ``out`` have another shape than expected.
         """
 
     @abstractmethod
-    def reduce_encode(self, payloads: Tensor, numel: int) -> Tensor:
-        """Decode uint8 [P, bytes], sum as ``decode_sum`` does, encode again: uint8 [bytes]."""
+    def reduce_encode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        """Decode uint8 [P, bytes], sum as ``decode_sum`` does, encode again: uint8 [bytes].
+
+        Args:
+            payloads: The payloads.
+            numel: Elements of each.
+            out: Where the payload goes, if not into a new tensor.
+
+        Raises:
+            TypeError: If the payloads are not uint8.
+            ValueError: If the payloads have another shape than expected, or ``out`` is not what
+                is returned.
+        """
 
     @abstractmethod
     def nonfinite_blocks(self, payloads: Tensor, numel: int) -> Tensor:
@@ -129,3 +163,24 @@ class Compressor(ABC):
                 f"{self.name}: payloads have shape {tuple(payloads.shape)}, expected "
                 f"[rows >= 1, {expected} bytes] for {numel} elements"
             )
+
+    def check_out(
+        self,
+        out: Tensor | None,
+        shape: tuple[int, ...],
+        dtypes: tuple[torch.dtype, ...],
+        device: torch.device,
+    ) -> None:
+        """Refuse an ``out`` that is not contiguous, of ``shape``, one of ``dtypes``, on ``device``.
+
+        Raises:
+            TypeError: If the dtype is another.
+            ValueError: If anything else is.
+        """
+        if out is None:
+            return
+        found = f"{self.name}: out is {out.dtype}{list(out.shape)} on {out.device}"
+        if out.dtype not in dtypes:
+            raise TypeError(f"{found}, allowed are {', '.join(map(str, dtypes))}")
+        if tuple(out.shape) != shape or out.device != device or not out.is_contiguous():
+            raise ValueError(f"{found}, expected contiguous {list(shape)} on {device}")

@@ -26,18 +26,27 @@ OLDEST_CAPABILITY = (8, 0)
 class Kernels(Protocol):
     """What ``megatron_taco.kernels.launch`` offers, a function for each method of ``Taco``."""
 
-    def encode_rows(self, settings: KernelSettings, x: Tensor) -> Tensor:
+    def encode_rows(self, settings: KernelSettings, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See ``Taco.encode_rows``; n > 0."""
 
     def decode_rows(
-        self, settings: KernelSettings, payloads: Tensor, numel: int, dtype: torch.dtype
+        self,
+        settings: KernelSettings,
+        payloads: Tensor,
+        numel: int,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See ``Taco.decode_rows``; n > 0."""
 
-    def decode_sum(self, settings: KernelSettings, payloads: Tensor, numel: int) -> Tensor:
+    def decode_sum(
+        self, settings: KernelSettings, payloads: Tensor, numel: int, out: Tensor | None = None
+    ) -> Tensor:
         """See ``Taco.decode_sum``; n > 0."""
 
-    def reduce_encode(self, settings: KernelSettings, payloads: Tensor, numel: int) -> Tensor:
+    def reduce_encode(
+        self, settings: KernelSettings, payloads: Tensor, numel: int, out: Tensor | None = None
+    ) -> Tensor:
         """See ``Taco.reduce_encode``; n > 0."""
 
     def warm_up(

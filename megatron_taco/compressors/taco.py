@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from megatron_taco.compressors import published
-from megatron_taco.compressors.base import Compressor
+from megatron_taco.compressors.base import VALUE_DTYPES, Compressor
 from megatron_taco.compressors.blocks import (
     absolute_maximum,
     clamp_exponent,
@@ -173,22 +173,28 @@ class Taco(Compressor):
             raise ValueError(f"taco: numel is {numel}, allowed is 0 or more")
         return self._layout.payload_bytes(numel)
 
-    def encode_rows(self, x: Tensor) -> Tensor:
+    def encode_rows(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Encode each row of ``x`` [R, n] into its own payload: uint8 [R, payload_bytes(n)].
 
         Args:
             x: FP32, BF16 or FP16, of any strides; its gradient history is ignored.
+            out: Where the payloads go, if not into a new tensor.
 
         Raises:
             TypeError: If ``x`` is of another dtype.
-            ValueError: If ``x`` has not two dimensions.
+            ValueError: If ``x`` has not two dimensions, or ``out`` is not what is returned.
         """
         self.check_values(x)
         rows, numel = x.shape
+        self.check_out(out, (rows, self.payload_bytes(numel)), (torch.uint8,), x.device)
         if x.numel() == 0:
-            return x.new_empty(rows, self.payload_bytes(numel), dtype=torch.uint8)
+            return _into(out, x.new_empty(rows, self.payload_bytes(numel), dtype=torch.uint8))
         if kernels := self._kernels(x.device):
-            return kernels.encode_rows(self._kernel_settings, x)
+            return kernels.encode_rows(self._kernel_settings, x, out)
+        return _into(out, self._encode(x))
+
+    def _encode(self, x: Tensor) -> Tensor:
+        rows, numel = x.shape
         columns = to_columns(x.detach(), self.block)
         if self.published_clips:
             codes, *scales = published.encode_columns(
@@ -219,20 +225,33 @@ class Taco(Compressor):
             sent += (torch.where(finite, alpha * power_of_two(-e), 1.0),)
         return self._layout.write(rows, numel, codes, sent)
 
-    def decode_rows(self, payloads: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    def decode_rows(
+        self, payloads: Tensor, numel: int, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
         """Decode uint8 [R, payload_bytes(numel)] to values of ``dtype`` [R, numel].
+
+        Args:
+            payloads: The payloads.
+            numel: Elements of a row.
+            dtype: Of the values.
+            out: Where the values go, if not into a new tensor.
 
         Raises:
             TypeError: If the payloads are not uint8 or ``dtype`` is not FP32, BF16 or FP16.
-            ValueError: If the payloads have another shape than expected.
+            ValueError: If the payloads have another shape than expected, or ``out`` is not what
+                is returned.
         """
         self.check_payloads(payloads, numel)
         self.check_dtype(dtype, "the output asked for")
         rows = payloads.shape[0]
+        self.check_out(out, (rows, numel), (dtype,), payloads.device)
         if numel == 0:
-            return torch.empty(rows, 0, dtype=dtype, device=payloads.device)
+            return _into(out, torch.empty(rows, 0, dtype=dtype, device=payloads.device))
         if kernels := self._kernels(payloads.device):
-            return kernels.decode_rows(self._kernel_settings, payloads, numel, dtype)
+            return kernels.decode_rows(self._kernel_settings, payloads, numel, dtype, out)
+        return _into(out, self._decode(payloads, numel, dtype))
+
+    def _decode(self, payloads: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         q = self._code.unpack(self._layout.read_codes(payloads, numel))
         scales = self._layout.read_scales(payloads, numel)
         if self.published_clips:
@@ -245,7 +264,7 @@ class Taco(Compressor):
             relative, e = merged_relative(scales[0], self._code.limit, shared=False)
             values = self._unrotate(q.mul_(relative.reshape(-1)))
             values.mul_(power_of_two(e).reshape(-1))
-        return from_columns(values, rows, numel, dtype)
+        return from_columns(values, payloads.shape[0], numel, dtype)
 
     def _unrotate(self, z: Tensor) -> Tensor:
         return hadamard_(z) if self._rotate else z
@@ -272,45 +291,59 @@ class Taco(Compressor):
             total = total + values[rank]
         return total
 
-    def decode_sum(self, payloads: Tensor, numel: int) -> Tensor:
+    def decode_sum(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         """Sum the values of uint8 [P, payload_bytes(numel)] in the order 0 .. P-1: FP32 [numel].
 
         The sum is taken before the one inverse transform; equal to decoding first but for FP32
         rounding.
 
+        Args:
+            payloads: The payloads.
+            numel: Elements of each.
+            out: Where the sum goes, if not into a new FP32 tensor: FP32, BF16 or FP16 [numel],
+                contiguous; the FP32 sum is rounded to its dtype once.
+
         Raises:
-            TypeError: If the payloads are not uint8.
-            ValueError: If the payloads have another shape than expected.
+            TypeError: If the payloads are not uint8, or ``out`` has another dtype.
+            ValueError: If the payloads or ``out`` have another shape than expected.
         """
         self.check_payloads(payloads, numel)
+        self.check_out(out, (numel,), VALUE_DTYPES, payloads.device)
         if numel == 0:
-            return torch.empty(0, dtype=torch.float32, device=payloads.device)
+            return _into(out, torch.empty(0, dtype=torch.float32, device=payloads.device))
         if kernels := self._kernels(payloads.device):
-            return kernels.decode_sum(self._kernel_settings, payloads, numel)
+            return kernels.decode_sum(self._kernel_settings, payloads, numel, out)
         if self.published_clips:
-            return self._published_sum(payloads, numel)
+            return _into(out, self._published_sum(payloads, numel))
         z, e = self._rotated_sum(payloads, numel)
         values = self._unrotate(z).mul_(power_of_two(e))
-        return from_columns(values, 1, numel, torch.float32)[0]
+        return _into(out, from_columns(values, 1, numel, torch.float32)[0])
 
-    def reduce_encode(self, payloads: Tensor, numel: int) -> Tensor:
+    def reduce_encode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         """Encode the sum of uint8 [P, payload_bytes(numel)] again: uint8 [payload_bytes(numel)].
 
         No transform is needed, but with ``published_clips``, which decodes and encodes.
 
+        Args:
+            payloads: The payloads.
+            numel: Elements of each.
+            out: Where the payload goes, if not into a new tensor.
+
         Raises:
             TypeError: If the payloads are not uint8.
-            ValueError: If the payloads have another shape than expected.
+            ValueError: If the payloads have another shape than expected, or ``out`` is not what
+                is returned.
         """
         self.check_payloads(payloads, numel)
+        self.check_out(out, (self.payload_bytes(numel),), (torch.uint8,), payloads.device)
         if numel == 0:
-            return payloads.new_empty(0)
+            return _into(out, payloads.new_empty(0))
         if kernels := self._kernels(payloads.device):
-            return kernels.reduce_encode(self._kernel_settings, payloads, numel)
+            return kernels.reduce_encode(self._kernel_settings, payloads, numel, out)
         if self.published_clips:
-            return self.encode(self._published_sum(payloads, numel))
+            return _into(out, self.encode(self._published_sum(payloads, numel)))
         z, e = self._rotated_sum(payloads, numel)
-        return self._emit(z, e, 1, numel, rotate=False)[0]
+        return _into(out, self._emit(z, e, 1, numel, rotate=False)[0])
 
     def nonfinite_blocks(self, payloads: Tensor, numel: int) -> Tensor:
         """Count the blocks of uint8 [R, bytes] whose scale is NaN: 0-dim int64, not synchronised.
@@ -329,6 +362,10 @@ class Taco(Compressor):
         if kernels := self._kernels(device):
             return kernels.warm_up(self._kernel_settings, shapes, dtypes, device)
         return []
+
+
+def _into(out: Tensor | None, result: Tensor) -> Tensor:
+    return result if out is None else out.copy_(result)
 
 
 class _Reference(Taco):

@@ -111,6 +111,13 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
+def _new(
+    out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return ``out``, or a new tensor."""
+    return torch.empty(shape, dtype=dtype, device=device) if out is None else out
+
+
 def _start(
     kernel: Any,
     grid: tuple[int, ...],
@@ -135,12 +142,12 @@ def _row_slices(rows: int) -> list[slice]:
     return [slice(at, at + MAX_ROWS) for at in range(0, rows, MAX_ROWS)]
 
 
-def encode_rows(settings: Settings, x: Tensor) -> Tensor:
+def encode_rows(settings: Settings, x: Tensor, out: Tensor | None = None) -> Tensor:
     """``Taco.encode_rows`` for FP32, BF16 or FP16 [R, n], R and n > 0: uint8 [R, bytes]."""
     x = _dense(x.detach())
     rows, numel = x.shape
     size = x.element_size()
-    payloads = torch.empty(rows, settings.payload_bytes(numel), dtype=torch.uint8, device=x.device)
+    payloads = _new(out, (rows, settings.payload_bytes(numel)), torch.uint8, x.device)
     whole = numel % settings.block == 0
     even_rows = rows == 1 or x.stride(0) % 2 == 0
     pairs = x.dtype == torch.bfloat16 and whole and even_rows and x.data_ptr() % 4 == 0
@@ -178,13 +185,19 @@ def encode_rows(settings: Settings, x: Tensor) -> Tensor:
     return payloads
 
 
-def decode_rows(settings: Settings, payloads: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+def decode_rows(
+    settings: Settings,
+    payloads: Tensor,
+    numel: int,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
     """``Taco.decode_rows`` for n > 0."""
     payloads = _dense(payloads)
     rows = payloads.shape[0]
     vector = 16 // dtype.itemsize
     tile = Tile.of(settings, DECODE_LANES[dtype.itemsize][settings.block], vector)
-    out = torch.empty(rows, numel, dtype=dtype, device=payloads.device)
+    out = _new(out, (rows, numel), dtype, payloads.device)
     count = settings.count(numel)
     out_unit = _unit(rows, numel, vector)
     payload_unit = _payload_unit(payloads, settings, vector)
@@ -218,14 +231,16 @@ def decode_rows(settings: Settings, payloads: Tensor, numel: int, dtype: torch.d
     return out
 
 
-def reduce_encode(settings: Settings, payloads: Tensor, numel: int) -> Tensor:
+def reduce_encode(
+    settings: Settings, payloads: Tensor, numel: int, out: Tensor | None = None
+) -> Tensor:
     """``Taco.reduce_encode`` for n > 0."""
     payloads = _dense(payloads)
     ranks = payloads.shape[0]
     lanes = (PAIR_LANES if ranks <= 2 else SUM_LANES)[settings.block]
     vector = 16 if _fits(payloads, settings, 16) and lanes * 16 <= settings.block else 8
     tile = Tile.of(settings, lanes, vector)
-    out = torch.empty(settings.payload_bytes(numel), dtype=torch.uint8, device=payloads.device)
+    out = _new(out, (settings.payload_bytes(numel),), torch.uint8, payloads.device)
     count = settings.count(numel)
     payload_unit = _payload_unit(payloads, settings, vector)
     _start(
@@ -254,11 +269,13 @@ def reduce_encode(settings: Settings, payloads: Tensor, numel: int) -> Tensor:
     return out
 
 
-def decode_sum(settings: Settings, payloads: Tensor, numel: int) -> Tensor:
-    """``Taco.decode_sum`` for n > 0: FP32 [n]."""
+def decode_sum(
+    settings: Settings, payloads: Tensor, numel: int, out: Tensor | None = None
+) -> Tensor:
+    """``Taco.decode_sum`` for n > 0: FP32 [n], or as ``out`` is."""
     payloads = _dense(payloads)
     tile = Tile.of(settings, LANES[4][settings.block], 4)
-    out = torch.empty(numel, dtype=torch.float32, device=payloads.device)
+    out = _new(out, (numel,), torch.float32, payloads.device)
     count = settings.count(numel)
     payload_unit = _payload_unit(payloads, settings, tile.vector)
     _start(
