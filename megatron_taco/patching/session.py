@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
-from megatron_taco.config import Config
+from megatron_taco.config import Settings
 from megatron_taco.patching import tensor
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks
@@ -16,7 +18,7 @@ from megatron_taco.telemetry.counters import Counters, Flow
 from megatron_taco.telemetry.reporter import Reporter
 
 
-def tensor_parallel_router(config: Config, counters: Counters) -> Router:
+def tensor_parallel_router(config: Settings, counters: Counters) -> Router:
     """The router of the tensor-parallel axis from ``compression.tensor_parallel``."""
     settings = config.compression.tensor_parallel
     roles = {
@@ -49,7 +51,7 @@ class Session:
 
     def __init__(
         self,
-        config: Config,
+        config: Settings,
         *,
         stream: IO[str],
         metrics: Path | None,
@@ -119,6 +121,18 @@ class Session:
         )
         self._registry = registry
         self._applied = registry.apply()
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """One training step, counted from 0, of a loop that does not use Megatron's.
+
+        Raises:
+            FlowCheckError: after the second step, if something that is on was never compressed.
+        """
+        self._begin_step(number)
+        yield
+        if self.check is not None:
+            self.check.step_done(number)
 
     def finish(self) -> None:
         """After training: the checks a short run still owes, and the end table (all ranks)."""

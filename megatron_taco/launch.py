@@ -1,0 +1,70 @@
+"""``torchrun ... -m megatron_taco.launch --compression FILE script.py ...``: your own script."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+OK, FAILED, USER_ERROR = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a training script with compression; returns the exit code.
+
+    Args:
+        argv: arguments without the program's name; ``sys.argv`` by default.
+
+    Returns:
+        0 done, 1 failed, 2 the user's mistake; a code that the script exits with is passed on.
+    """
+    from megatron_taco.config import ConfigError, load_settings
+    from megatron_taco.drop_in.command_line import parse
+    from megatron_taco.drop_in.script import check_script, run_script
+
+    script = None
+    try:
+        launch = parse(sys.argv[1:] if argv is None else argv)
+        check_script(launch.script)
+        settings = load_settings(launch.compression, launch.overrides)
+        from megatron_taco.drop_in.install import install
+
+        drop_in = install(settings, run_dir=launch.run_dir, device=launch.device)
+        script = launch.script
+        run_script(script, launch.arguments)
+        if settings.compression.tensor_parallel.enabled and not drop_in.started:
+            raise ConfigError(
+                f"{script} has ended and nothing was compressed: it never called "
+                "megatron.training's pretrain(); a loop of your own calls "
+                "megatron_taco.install(...) and start() itself"
+            )
+        return OK
+    except Exception as error:  # the last handler of the process
+        return _complain(error, script)
+
+
+def _complain(error: Exception, script: str | None) -> int:
+    """Say what went wrong: one line for what we refuse, the script's own traceback for the rest."""
+    from megatron_taco.config import ConfigError
+    from megatron_taco.patching.errors import PatchError
+    from megatron_taco.patching.flows import FlowCheckError
+
+    if isinstance(error, ConfigError | PatchError | FlowCheckError):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return FAILED if isinstance(error, FlowCheckError) else USER_ERROR
+    sys.excepthook(type(error), error, _from_script(error.__traceback__, script))
+    return FAILED
+
+
+def _from_script(trace: TracebackType | None, script: str | None) -> TracebackType | None:
+    """A traceback without the frames above the script, as Python itself would show it."""
+    whole = trace
+    while trace is not None and trace.tb_frame.f_code.co_filename != script:
+        trace = trace.tb_next
+    return trace or whole
+
+
+if __name__ == "__main__":
+    sys.exit(main())
