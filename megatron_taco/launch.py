@@ -54,7 +54,8 @@ def _complain(error: Exception, script: str | None) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         return FAILED if isinstance(error, FlowCheckError) else USER_ERROR
-    sys.excepthook(type(error), error, _from_script(error.__traceback__, script))
+    trace = _from_script(error.__traceback__, script)
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
     return FAILED
 
 

@@ -99,12 +99,13 @@ def refusals(arguments: Mapping[str, Any]) -> list[Refusal]:
             _integer(arguments, "expert_tensor_parallel_size", size),
         ),
     ):
-        if _integer(arguments, key, parts) > parts:
+        shards = _integer(arguments, key, parts)
+        if shards > parts:
             reason = (
                 f"over a tensor-parallel size of {parts} it shards weights further and gathers "
                 "them by code that no target of ours reaches"
             )
-            found.append(Refusal(key, arguments[key], reason, str(parts)))
+            found.append(Refusal(key, shards, reason, str(parts)))
     return found
 
 
