@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
 
-OK, FAILED, USER_ERROR = 0, 1, 2
+OK, FAILED = 0, 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from megatron_taco.config import ConfigError, load_settings
     from megatron_taco.drop_in.command_line import parse
+    from megatron_taco.drop_in.refusals import refuse
     from megatron_taco.drop_in.script import check_script, run_script
 
     script = None
@@ -41,22 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         return OK
     except Exception as error:  # the last handler of the process
-        return _complain(error, script)
-
-
-def _complain(error: Exception, script: str | None) -> int:
-    """Say what went wrong: one line for what we refuse, the script's own traceback for the rest."""
-    from megatron_taco.config import ConfigError
-    from megatron_taco.patching.errors import PatchError
-    from megatron_taco.patching.flows import FlowCheckError
-
-    if isinstance(error, ConfigError | PatchError | FlowCheckError):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return FAILED if isinstance(error, FlowCheckError) else USER_ERROR
-    trace = _from_script(error.__traceback__, script)
-    sys.excepthook(type(error), error.with_traceback(trace), trace)
-    return FAILED
+        code = refuse(error)
+        if code is None:
+            trace = _from_script(error.__traceback__, script)
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
+            return FAILED
+        return code
 
 
 def _from_script(trace: TracebackType | None, script: str | None) -> TracebackType | None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from megatron_taco import __version__
 from megatron_taco.config import ConfigError, Settings
 from megatron_taco.drop_in.facts import Facts, default_run_dir, facts_of_megatron, facts_of_model
+from megatron_taco.drop_in.refusals import exit_on_refusal
 from megatron_taco.patching.after_import import AfterImport
 
 if TYPE_CHECKING:
@@ -44,12 +45,19 @@ class DropIn:
         settings: what to compress and what to record.
         run_dir: folder for the figures, or None for the default.
         device: ``cpu`` to run Megatron without a GPU.
+        exit_on_mistake: end the process where ``pretrain`` would let a refusal of ours through.
     """
 
     def __init__(
-        self, settings: Settings, *, run_dir: Path | None, device: Literal["cpu"] | None
+        self,
+        settings: Settings,
+        *,
+        run_dir: Path | None,
+        device: Literal["cpu"] | None,
+        exit_on_mistake: bool,
     ) -> None:
         self.settings = settings
+        self._refusals = exit_on_refusal if exit_on_mistake else contextlib.nullcontext
         self._run_dir = run_dir
         self._device = device
         self._session: Session | None = None
@@ -114,14 +122,15 @@ class DropIn:
         @functools.wraps(original)
         def pretrain(*args: Any, **kwargs: Any) -> Any:
             hit()
-            try:
-                result = original(*args, **kwargs)
-            except SystemExit as stop:  # Megatron's exit_interval, exit_duration_in_mins, signals
-                if stop.code in (None, 0):
-                    self.finish()
-                raise
-            self.finish()
-            return result
+            with self._refusals():
+                try:
+                    result = original(*args, **kwargs)
+                except SystemExit as stop:  # Megatron's exit_interval, exit_duration, signals
+                    if stop.code in (None, 0):
+                        self.finish()
+                    raise
+                self.finish()
+                return result
 
         return pretrain
 
