@@ -6,8 +6,8 @@
     python scripts/patch_megatron.py revert PATH
 
 PATH is a folder that holds megatron/: a checkout of Megatron-LM, or a site-packages. The patches
-are in patches/, one for each release series; `git apply` takes them as well. Each hunk must be found
-exactly once, whatever else the tree's owner has changed around it; else nothing is written.
+are in patches/, one for each release series; `git apply` takes them as well. Each hunk must be
+there exactly once, whatever else the tree has had changed; else nothing is written.
 Exit code: 0 done (check: it can be applied, or is), 1 it cannot, 2 a tree that is not known.
 """
 
