@@ -29,7 +29,8 @@ class TensorParallel(Section):
     """How the all-reduces, reduce-scatters and all-gathers of tensor parallelism travel.
 
     Attributes:
-        mode: `on` compresses, `off` leaves Megatron untouched.
+        mode: `on` compresses, `off` leaves Megatron untouched, `auto` measures before the first
+            step where compression is faster.
         compressor: The method.
         format: Code of one element.
         block: Consecutive elements that share a scale and are rotated together.
@@ -46,7 +47,7 @@ class TensorParallel(Section):
             a floating-point format.
     """
 
-    mode: Literal["off", "on"] = "off"
+    mode: Literal["off", "on", "auto"] = "off"
     compressor: Literal["taco"] = "taco"
     format: Literal["e4m3", "e5m2", "int8", "int6", "int4"] = "e4m3"
     block: Annotated[int, BeforeValidator(_block)] = 256
@@ -88,6 +89,6 @@ class TensorParallel(Section):
         if self.enabled and not (self.forward or self.backward):
             yield (
                 "mode",
-                "'on' with forward: false and backward: false compresses nothing; "
+                f"{self.mode!r} with forward: false and backward: false compresses nothing; "
                 "set one of them to true, or mode: off",
             )

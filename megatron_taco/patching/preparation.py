@@ -1,0 +1,205 @@
+"""What happens once, on all ranks alike, before the first step: kernels compile, `auto` measures.
+
+By then the model exists, Megatron has loaded what it loads, and no CUDA graph has been captured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor
+
+from megatron_taco.collectives import measure
+from megatron_taco.collectives.policy import Fact, Measured, Policy
+from megatron_taco.collectives.router import Message, Router
+from megatron_taco.collectives.shapes import encoded_elements, warm_up_shapes
+from megatron_taco.config.tensor_parallel import TensorParallel
+from megatron_taco.patching import stored_policy
+from megatron_taco.patching.policy_table import explanations, policy_table
+from megatron_taco.patching.run_facts import Messages, current_device, facts
+from megatron_taco.telemetry.counters import Flow
+
+
+class Preparation:
+    """Makes a router ready for the run's messages.
+
+    Args:
+        router: the router; ``auto`` sets its policy.
+        settings: the section ``compression.tensor_parallel``.
+        flows: the flows of the roles that are on.
+        sampling: whether the codec's error will be sampled.
+        policy_file: where rank 0 keeps the policy, or None.
+        say: prints a line from rank 0.
+        show: prints a table from rank 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        router: Router,
+        settings: TensorParallel,
+        flows: Sequence[Flow],
+        sampling: bool,
+        policy_file: Path | None,
+        say: Callable[[str], None],
+        show: Callable[[Table], None],
+    ) -> None:
+        self._router = router
+        self._settings = settings
+        self._flows = flows
+        self._sampling = sampling
+        self._policy_file = policy_file
+        self._say = say
+        self._show = show
+
+    def run(self) -> None:
+        """Compile and, under ``auto``, choose; a collective call of all ranks."""
+        from megatron.core import parallel_state
+        from megatron.training import get_args
+
+        args = get_args()
+        group = parallel_state.get_tensor_model_parallel_group()
+        messages = Messages.of(args)
+        self._compile(messages, group.size())
+        if self._settings.mode == "auto":
+            self._choose(args, messages, group)
+
+    def _compile(self, messages: Messages, world_size: int) -> None:
+        """Compile on every rank for itself, before any message waits for another rank."""
+        router, device = self._router, current_device()
+        start = time.perf_counter()
+        shapes: dict[tuple[int, int], None] = {}
+        samples: dict[int, None] = {}
+        for collective in dict.fromkeys(flow.collective for flow in self._flows):
+            for numel in (messages.training, messages.evaluation):
+                if numel * messages.dtype.itemsize < router.min_bytes:
+                    continue
+                samples[encoded_elements(collective, numel, world_size)] = None
+                for shape in warm_up_shapes(
+                    collective,
+                    numel,
+                    world_size,
+                    algorithm=router.algorithm,
+                    block=router.compressor.block,
+                ):
+                    shapes[shape] = None
+        lines = router.compressor.warm_up(list(shapes), [messages.dtype], device)
+        if not lines:
+            return
+        if self._sampling:
+            begin = time.perf_counter()
+            for numel in samples:
+                payload = router.compressor.encode(
+                    torch.zeros(numel, dtype=messages.dtype, device=device)
+                )
+                router.compressor.decode(payload, (numel,), torch.float32)
+            lines = [*lines, f"error samples: {time.perf_counter() - begin:.2f} s"]
+        seconds = time.perf_counter() - start
+        self._say(f"kernels compiled in {seconds:.1f} s: {', '.join(lines)}")
+
+    def _choose(self, args: argparse.Namespace, messages: Messages, group: Any) -> None:
+        now = facts(args, self._settings, messages)
+        policy, remark = self._stored(args, now)
+        if remark:
+            self._say(remark)
+        if policy is None:
+            policy = Policy(tuple(self._measure(messages, group)), now)
+            if policy.measured:
+                self._show(policy_table(policy, "What the links take (medians, slowest rank)"))
+            for line in explanations(policy):
+                self._say(line)
+        self._router.policy = policy
+        stored_policy.keep(policy, args)
+        if dist.get_rank() == 0 and self._policy_file is not None:
+            policy.save(self._policy_file)
+        if policy.all_plain:
+            self._say("policy: every message goes plain; training goes on uncompressed")
+
+    @staticmethod
+    def _stored(args: argparse.Namespace, now: dict[str, Fact]) -> tuple[Policy | None, str | None]:
+        """The policy of the checkpoint, if it holds for this run, and what is to be said.
+
+        Rank 0 reads it and tells the others, so that all ranks have the same.
+        """
+        folder = stored_policy.resumed_from(args)
+        if folder is None:
+            return None, None
+        said: list[Any] = [None]
+        if dist.get_rank() == 0:
+            stored, why = stored_policy.read(folder)
+            if stored is None:
+                said = [(None, f"policy measured anew: {why}")]
+            elif changed := stored.differences(now):
+                said = [
+                    (
+                        None,
+                        f"policy measured anew: {', '.join(changed)}; this run is not "
+                        "bit-comparable with the one it resumes",
+                    )
+                ]
+            else:
+                said = [(stored.to_dict(), "policy: as in the checkpoint, not measured again")]
+        dist.broadcast_object_list(said, src=0, device=current_device())
+        record, remark = said[0]
+        return None if record is None else Policy.from_dict(record), remark
+
+    def _measure(self, messages: Messages, group: Any) -> list[Measured]:
+        """Measure every flow's message; rank 0 decides for all."""
+        device, router = current_device(), self._router
+        nbytes = messages.training * messages.dtype.itemsize
+        if nbytes < router.min_bytes:
+            self._say(
+                f"policy: nothing to measure: the messages are {nbytes} bytes, below min_bytes "
+                f"{router.min_bytes} bytes, and go plain"
+            )
+            return []
+        times: dict[str, tuple[float, float]] = {}
+        for collective in dict.fromkeys(flow.collective for flow in self._flows):
+            times[collective] = measure.time_pair(
+                collective,
+                numel=messages.training,
+                dtype=messages.dtype,
+                device=device,
+                group=group,
+                plain=measure.plain_send,
+                compressed=self._send,
+            )
+        found = []
+        for flow in self._flows:
+            sent = router.traffic(
+                Message(*flow, messages.training, messages.dtype.itemsize, group.size())
+            )
+            plain_s, compressed_s = times[flow.collective]
+            found.append(
+                Measured(
+                    role=flow.role,
+                    collective=flow.collective,
+                    nbytes=nbytes,
+                    raw=sent.raw,
+                    wire=sent.wire,
+                    plain_s=plain_s,
+                    compressed_s=compressed_s,
+                ).decided()
+            )
+        return self._as_rank_0(found, device)
+
+    def _send(self, collective: str, output: Tensor, input: Tensor, group: Any) -> None:
+        """Run a collective as the router does when it goes compressed, its check for NaN too."""
+
+        def on_payload(payloads: Tensor, numel: int) -> None:
+            self._router.compressor.nonfinite_blocks(payloads, numel)
+
+        self._router.send(collective, output, input, group, False, on_payload)
+
+    @staticmethod
+    def _as_rank_0(found: list[Measured], device: torch.device) -> list[Measured]:
+        said: list[Any] = [Policy(tuple(found), {}).to_dict()]
+        dist.broadcast_object_list(said, src=0, device=device)
+        return list(Policy.from_dict(said[0]).measured)
