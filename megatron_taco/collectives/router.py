@@ -224,6 +224,16 @@ class Router:
             on_payload=on_payload,
         )
 
+    def send_checked(
+        self, collective: str, output: Tensor, input: Tensor, group: ProcessGroup
+    ) -> None:
+        """Run a collective as a compressed call does, its check for NaN too; count nothing."""
+
+        def on_payload(payloads: Tensor, numel: int) -> None:
+            self.compressor.nonfinite_blocks(payloads, numel)
+
+        self.send(collective, output, input, group, False, on_payload)
+
     def all_reduce(
         self, role: str, tensor: Tensor, group: ProcessGroup, async_op: bool, plain: Plain
     ) -> Any:

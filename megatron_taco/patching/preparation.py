@@ -6,7 +6,6 @@ By then the model exists, Megatron has loaded what it loads, and no CUDA graph h
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.table import Table
-from torch import Tensor
 
 from megatron_taco.collectives import measure
 from megatron_taco.collectives.policy import Fact, Measured, Policy
 from megatron_taco.collectives.router import Message, Router
-from megatron_taco.collectives.shapes import encoded_elements, warm_up_shapes
 from megatron_taco.config.tensor_parallel import TensorParallel
 from megatron_taco.patching import stored_policy
 from megatron_taco.patching.policy_table import explanations, policy_table
 from megatron_taco.patching.run_facts import Messages, current_device, facts
+from megatron_taco.patching.warm_up import compile_kernels
 from megatron_taco.telemetry.counters import Flow
 
 
@@ -67,50 +65,28 @@ class Preparation:
         args = get_args()
         group = parallel_state.get_tensor_model_parallel_group()
         messages = Messages.of(args)
-        self._compile(messages, group.size())
+        collectives = tuple(dict.fromkeys(flow.collective for flow in self._flows))
+        line = compile_kernels(
+            self._router, collectives, messages, group, current_device(), sampling=self._sampling
+        )
+        if line:
+            self._say(line)
         if self._settings.mode == "auto":
-            self._choose(args, messages, group)
+            self._choose(args, collectives, messages, group)
 
-    def _compile(self, messages: Messages, world_size: int) -> None:
-        """Compile on every rank for itself, before any message waits for another rank."""
-        router, device = self._router, current_device()
-        start = time.perf_counter()
-        shapes: dict[tuple[int, int], None] = {}
-        samples: dict[int, None] = {}
-        for collective in dict.fromkeys(flow.collective for flow in self._flows):
-            for numel in (messages.training, messages.evaluation):
-                if numel * messages.dtype.itemsize < router.min_bytes:
-                    continue
-                samples[encoded_elements(collective, numel, world_size)] = None
-                for shape in warm_up_shapes(
-                    collective,
-                    numel,
-                    world_size,
-                    algorithm=router.algorithm,
-                    block=router.compressor.block,
-                ):
-                    shapes[shape] = None
-        lines = router.compressor.warm_up(list(shapes), [messages.dtype], device)
-        if not lines:
-            return
-        if self._sampling:
-            begin = time.perf_counter()
-            for numel in samples:
-                payload = router.compressor.encode(
-                    torch.zeros(numel, dtype=messages.dtype, device=device)
-                )
-                router.compressor.decode(payload, (numel,), torch.float32)
-            lines = [*lines, f"error samples: {time.perf_counter() - begin:.2f} s"]
-        seconds = time.perf_counter() - start
-        self._say(f"kernels compiled in {seconds:.1f} s: {', '.join(lines)}")
-
-    def _choose(self, args: argparse.Namespace, messages: Messages, group: Any) -> None:
+    def _choose(
+        self,
+        args: argparse.Namespace,
+        collectives: Sequence[str],
+        messages: Messages,
+        group: Any,
+    ) -> None:
         now = facts(args, self._settings, messages)
         policy, remark = self._stored(args, now)
         if remark:
             self._say(remark)
         if policy is None:
-            policy = Policy(tuple(self._measure(messages, group)), now)
+            policy = Policy(tuple(self._measure(collectives, messages, group)), now)
             if policy.measured:
                 self._show(policy_table(policy, "What the links take (medians, slowest rank)"))
             for line in explanations(policy):
@@ -150,7 +126,9 @@ class Preparation:
         record, remark = said[0]
         return None if record is None else Policy.from_dict(record), remark
 
-    def _measure(self, messages: Messages, group: Any) -> list[Measured]:
+    def _measure(
+        self, collectives: Sequence[str], messages: Messages, group: Any
+    ) -> list[Measured]:
         """Measure every flow's message; rank 0 decides for all."""
         device, router = current_device(), self._router
         nbytes = messages.training * messages.dtype.itemsize
@@ -160,17 +138,18 @@ class Preparation:
                 f"{router.min_bytes} bytes, and go plain"
             )
             return []
-        times: dict[str, tuple[float, float]] = {}
-        for collective in dict.fromkeys(flow.collective for flow in self._flows):
-            times[collective] = measure.time_pair(
+        times = {
+            collective: measure.time_pair(
                 collective,
                 numel=messages.training,
                 dtype=messages.dtype,
                 device=device,
                 group=group,
                 plain=measure.plain_send,
-                compressed=self._send,
+                compressed=router.send_checked,
             )
+            for collective in collectives
+        }
         found = []
         for flow in self._flows:
             sent = router.traffic(
@@ -189,14 +168,6 @@ class Preparation:
                 ).decided()
             )
         return self._as_rank_0(found, device)
-
-    def _send(self, collective: str, output: Tensor, input: Tensor, group: Any) -> None:
-        """Run a collective as the router does when it goes compressed, its check for NaN too."""
-
-        def on_payload(payloads: Tensor, numel: int) -> None:
-            self._router.compressor.nonfinite_blocks(payloads, numel)
-
-        self._router.send(collective, output, input, group, False, on_payload)
 
     @staticmethod
     def _as_rank_0(found: list[Measured], device: torch.device) -> list[Measured]:

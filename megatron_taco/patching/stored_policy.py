@@ -8,7 +8,7 @@ checkpoint with a policy loads without us.
 from __future__ import annotations
 
 import argparse
-from typing import Any, Final
+from typing import Final
 
 from megatron_taco.collectives.policy import Policy
 
@@ -51,14 +51,13 @@ def read(folder: str) -> tuple[Policy | None, str]:
     """
     from megatron.core import dist_checkpointing
 
-    if not dist_checkpointing.check_is_distributed_checkpoint(folder):
-        return None, "the checkpoint is not one of Megatron's distributed checkpoints"
-    record: Any = getattr(
-        dist_checkpointing.load_common_state_dict(folder).get("args"), ATTRIBUTE, None
-    )
-    if record is None:
-        return None, "the checkpoint holds none"
     try:
+        if not dist_checkpointing.check_is_distributed_checkpoint(folder):
+            return None, "the checkpoint is not one of Megatron's distributed checkpoints"
+        args = dist_checkpointing.load_common_state_dict(folder).get("args")
+        record = getattr(args, ATTRIBUTE, None)
+        if record is None:
+            return None, "the checkpoint holds none"
         return Policy.from_dict(record), ""
-    except ValueError as error:
-        return None, f"the checkpoint's is {error}"
+    except Exception as error:  # whatever it is, the other ranks wait for an answer
+        return None, f"the checkpoint's cannot be read ({type(error).__name__}: {error})"

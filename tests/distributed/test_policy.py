@@ -199,9 +199,7 @@ def time_in_groups(rank: int, world_size: int, collective: str) -> Any:
         device=torch.device("cpu"),
         group=groups[rank // 2],
         plain=measure.plain_send,
-        compressed=lambda name, output, input, group: router.send(
-            name, output, input, group, False, None
-        ),
+        compressed=router.send_checked,
     )
     assert torch.equal(state, torch.random.get_rng_state())
     return times
