@@ -8,7 +8,7 @@ alone, so all ranks of a group give the same one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_taco.collectives.all_gather import all_gather
 from megatron_taco.collectives.all_reduce import all_reduce, choose_algorithm
+from megatron_taco.collectives.nodes import NodeGroups, Topology
 from megatron_taco.collectives.reduce_scatter import reduce_scatter
 from megatron_taco.collectives.traffic import traffic
 from megatron_taco.compressors import Compressor
@@ -48,13 +49,14 @@ class Router:
 
     Attributes:
         compressor: encodes every compressed message.
-        algorithm: ``auto``, ``one_shot`` or ``two_shot``, for all-reduce.
+        algorithm: ``auto``, ``one_shot``, ``two_shot`` or ``hierarchical``, for all-reduce.
         roles: the roles that are on; all others go plain.
         min_bytes: messages below this size in bytes go plain.
         start_step: first step, counted from 0, that is compressed.
         step: the step that runs now; the training loop sets it.
         sampling: whether errors are sampled in this step.
         counter: gives the counter of a role's collective.
+        topology: knows how the ranks of a group lie on nodes.
     """
 
     compressor: Compressor
@@ -65,6 +67,13 @@ class Router:
     counter: Callable[[str, str], FlowCounter]
     step: int = 0
     sampling: bool = False
+    topology: Topology = field(default_factory=Topology)
+
+    def _nodes(self, group: ProcessGroup) -> NodeGroups | None:
+        """The sub-groups of a group that spans nodes; its first use is collective."""
+        if self.algorithm == "hierarchical":
+            return self.topology.require(group)
+        return self.topology.of(group) if self.algorithm == "auto" else None
 
     def _plan(self, role: str, collective: str, tensor: Tensor) -> tuple[FlowCounter, bool]:
         """Count the call; tell whether it goes compressed."""
@@ -89,14 +98,17 @@ class Router:
         compressed: bool,
     ) -> None:
         world = group.size()
+        groups = self._nodes(group) if compressed and collective == "all_reduce" else None
+        nodes = 1 if groups is None else groups.count
         sent = traffic(
             collective,
-            choose_algorithm(world, self.algorithm),
+            choose_algorithm(world, self.algorithm, nodes=nodes) if compressed else "one_shot",
             tensor.numel(),
             tensor.element_size(),
             world,
             self.compressor.payload_bytes,
             block=self.compressor.block,
+            nodes=nodes,
         )
         count.raw += sent.raw
         count.wire += sent.wire if compressed else sent.raw
@@ -159,6 +171,7 @@ class Router:
                 group=group,
                 compressor=self.compressor,
                 algorithm=self.algorithm,
+                nodes=self._nodes(group),
                 async_op=async_op,
                 on_payload=observer,
             ),
