@@ -113,7 +113,7 @@ class Checks:
 
     def other_streams(self) -> None:
         """Begun on one stream and ended on another, with the memory in use meanwhile."""
-        taco, numel = Taco(), 1 << 20
+        taco, numel = Taco(), 1 << 18
         xs = oracle.inputs(self.size, numel, torch.bfloat16)
         x = xs[self.rank].to(self.device)
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
