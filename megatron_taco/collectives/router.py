@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_taco.collectives.all_gather import all_gather
-from megatron_taco.collectives.all_reduce import OnPayload, all_reduce, choose_algorithm
+from megatron_taco.collectives.all_reduce import all_reduce, choose_algorithm
+from megatron_taco.collectives.launch import OnPayload
+from megatron_taco.collectives.nodes import NodeGroups, Topology
 from megatron_taco.collectives.policy import Policy
 from megatron_taco.collectives.reduce_scatter import reduce_scatter
 from megatron_taco.collectives.traffic import Traffic, traffic
@@ -47,13 +49,13 @@ class FlowCounter(Protocol):
 
 
 class Message(NamedTuple):
-    """What decides about a call: its role and collective, and the whole plain tensor."""
+    """What decides about a call: its role and collective, the whole plain tensor, the group."""
 
     role: str
     collective: str
     numel: int
     itemsize: int
-    world_size: int
+    group: ProcessGroup
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +84,7 @@ class Router:
 
     Attributes:
         compressor: encodes every compressed message.
-        algorithm: ``auto``, ``one_shot`` or ``two_shot``, for all-reduce.
+        algorithm: ``auto``, ``one_shot``, ``two_shot`` or ``hierarchical``, for all-reduce.
         roles: the roles that are on; all others go plain.
         min_bytes: messages below this size in bytes go plain.
         start_step: first step, counted from 0, that is compressed.
@@ -91,6 +93,7 @@ class Router:
             one all do.
         step: the step that runs now; the training loop sets it.
         sampling: whether errors are sampled in this step.
+        topology: knows how the ranks of a group lie on nodes.
     """
 
     compressor: Compressor
@@ -102,6 +105,7 @@ class Router:
     policy: Policy | None = None
     step: int = 0
     sampling: bool = False
+    topology: Topology = field(default_factory=Topology)
     _plans: dict[Message, _Plan] = field(default_factory=dict, init=False, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -114,30 +118,46 @@ class Router:
         """The kinds of messages seen since the settings last changed."""
         return tuple(self._plans)
 
-    def traffic(self, message: Message) -> Traffic:
-        """Bytes that this rank sends for a message, plain and compressed."""
+    def nodes(self, group: ProcessGroup) -> NodeGroups | None:
+        """The sub-groups of a group that spans nodes, for all-reduce; its first use is collective.
+
+        Raises:
+            ValueError: ``hierarchical`` is asked for and does not fit the group.
+        """
+        if self.algorithm == "hierarchical":
+            return self.topology.require(group)
+        return self.topology.of(group) if self.algorithm == "auto" else None
+
+    def traffic(self, message: Message, *, compressed: bool = True) -> Traffic:
+        """Bytes that this rank sends for a message; ``wire`` counts only if it goes compressed."""
+        size, algorithm, nodes = message.group.size(), "one_shot", 1
+        if compressed and message.collective == "all_reduce":
+            groups = self.nodes(message.group)
+            nodes = 1 if groups is None else groups.count
+            algorithm = choose_algorithm(size, self.algorithm, nodes=nodes)
         return traffic(
             message.collective,
-            choose_algorithm(message.world_size, self.algorithm),
+            algorithm,
             message.numel,
             message.itemsize,
-            message.world_size,
+            size,
             self.compressor.payload_bytes,
             block=self.compressor.block,
+            nodes=nodes,
         )
 
     def _make_plan(self, message: Message) -> _Plan:
         role, collective, nbytes = message.role, message.collective, message.nbytes
         on = role in self.roles
         small = nbytes < self.min_bytes
-        compresses = self.policy is None or self.policy.compresses(role, collective, nbytes)
+        by_policy = self.policy is not None and not self.policy.compresses(role, collective, nbytes)
         return _Plan(
             counter=self.counter(role, collective),
             nbytes=nbytes,
             on=on,
             small=small,
-            by_policy=not compresses,
-            traffic=self.traffic(message),
+            by_policy=by_policy,
+            traffic=self.traffic(message, compressed=on and not small and not by_policy),
         )
 
     def _route(
@@ -152,7 +172,7 @@ class Router:
     ) -> Any:
         """Count a call, then send it one way or the other."""
         whole = output if collective == "all_gather" else input
-        message = Message(role, collective, whole.numel(), whole.element_size(), group.size())
+        message = Message(role, collective, whole.numel(), whole.element_size(), group)
         plan = self._plans.get(message)
         if plan is None:
             plan = self._plans[message] = self._make_plan(message)
@@ -170,7 +190,7 @@ class Router:
         count.wire += plan.traffic.wire
         count.compressed += 1
         if self.sampling:
-            self._sample(count, input)
+            self.sample(count, input)
         return self.send(collective, output, input, group, async_op, self._observer(count))
 
     def _observer(self, count: FlowCounter) -> OnPayload:
@@ -180,7 +200,8 @@ class Router:
         return on_payload
 
     @torch.no_grad()
-    def _sample(self, count: FlowCounter, tensor: Tensor) -> None:
+    def sample(self, count: FlowCounter, tensor: Tensor) -> None:
+        """Add the codec's error on what this rank sends to a counter."""
         exact = tensor.detach().reshape(-1)
         payload = self.compressor.encode(exact)
         decoded = self.compressor.decode(payload, exact.shape, torch.float32)
@@ -211,6 +232,7 @@ class Router:
                 group=group,
                 compressor=self.compressor,
                 algorithm=self.algorithm,
+                nodes=self.nodes(group),
                 async_op=async_op,
                 on_payload=on_payload,
             )

@@ -36,7 +36,9 @@ class TensorParallel(Section):
         block: Consecutive elements that share a scale and are rotated together.
         rotation: Orthonormal Hadamard transform of each block before rounding, or none.
         scales: `dual` sends the two FP32 scales of the paper, `merged_*` their quotient.
-        algorithm: `one_shot` has one lossy step, `two_shot` sends less at more than two ranks.
+        algorithm: Of the all-reduce: `one_shot` has one lossy step, `two_shot` sends less at more
+            than two ranks, `hierarchical` sends least between nodes, for groups that span several
+            with two ranks or more each.
         forward: Compress activations.
         backward: Compress the gradients of activations.
         embedding: Also compress the input embedding's traffic.
@@ -53,7 +55,7 @@ class TensorParallel(Section):
     block: Annotated[int, BeforeValidator(_block)] = 256
     rotation: Literal["hadamard", "none"] = "hadamard"
     scales: Literal["dual", "merged_fp32", "merged_bf16"] = "dual"
-    algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
+    algorithm: Literal["auto", "one_shot", "two_shot", "hierarchical"] = "auto"
     forward: bool = True
     backward: bool = True
     embedding: bool = False

@@ -19,6 +19,7 @@ from megatron_taco.collectives.policy import Fact, Measured, Policy
 from megatron_taco.collectives.router import Message, Router
 from megatron_taco.config.tensor_parallel import TensorParallel
 from megatron_taco.patching import stored_policy
+from megatron_taco.patching.errors import PatchError
 from megatron_taco.patching.policy_table import explanations, policy_table
 from megatron_taco.patching.run_facts import Messages, current_device, facts
 from megatron_taco.patching.warm_up import compile_kernels
@@ -66,13 +67,24 @@ class Preparation:
         group = parallel_state.get_tensor_model_parallel_group()
         messages = Messages.of(args)
         collectives = tuple(dict.fromkeys(flow.collective for flow in self._flows))
-        line = compile_kernels(
-            self._router, collectives, messages, group, current_device(), sampling=self._sampling
-        )
-        if line:
-            self._say(line)
+        self._settle_nodes(group)
+        device = current_device()
+        if device.type == "cuda" and messages.largest_bytes >= self._router.min_bytes:
+            sampling = self._sampling
+            self._say(
+                compile_kernels(
+                    self._router, collectives, messages, group, device, sampling=sampling
+                )
+            )
         if self._settings.mode == "auto":
             self._choose(args, collectives, messages, group)
+
+    def _settle_nodes(self, group: Any) -> None:
+        """Find out how the group lies on nodes now: its ranks have to do that together."""
+        try:
+            self._router.nodes(group)
+        except ValueError as error:
+            raise PatchError(f"compression.tensor_parallel.{error}") from error
 
     def _choose(
         self,
@@ -152,9 +164,7 @@ class Preparation:
         }
         found = []
         for flow in self._flows:
-            sent = router.traffic(
-                Message(*flow, messages.training, messages.dtype.itemsize, group.size())
-            )
+            sent = router.traffic(Message(*flow, messages.training, messages.dtype.itemsize, group))
             plain_s, compressed_s = times[flow.collective]
             found.append(
                 Measured(

@@ -35,6 +35,11 @@ class Messages:
     evaluation: int
     dtype: torch.dtype
 
+    @property
+    def largest_bytes(self) -> int:
+        """Size of the largest whole tensor in bytes."""
+        return max(self.training, self.evaluation) * self.dtype.itemsize
+
     @classmethod
     def of(cls, args: argparse.Namespace) -> Messages:
         """The messages that Megatron's arguments mean: sequence x micro-batch x hidden size."""

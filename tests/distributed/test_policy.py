@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -80,8 +81,8 @@ def text_of(path: Path) -> str:
 def test_a_policy_is_measured_kept_and_used_again(run_ranks: RankRunner, tmp_path: Path) -> None:
     """Rank 1 alone would decide otherwise; the resumed run does not measure; another TP does."""
     config = write_config(tmp_path)
-    auto = [AUTO, SP, "compression.tensor_parallel.output_layer=true"]
-    save = [f"megatron.save={tmp_path / 'saved'}", "megatron.save_interval=3"]
+    auto = [AUTO, SP, "compression.tensor_parallel.output_layer=true", "megatron.train_iters=4"]
+    save = [f"megatron.save={tmp_path / 'saved'}", "megatron.save_interval=2"]
     load = f"megatron.load={tmp_path / 'saved'}"
     wins = {"plain": 4.0, "compressed": 1.5}
     start = partial(before_run, tmp_path, "first", wins, True)
@@ -105,18 +106,18 @@ def test_a_policy_is_measured_kept_and_used_again(run_ranks: RankRunner, tmp_pat
     assert "all_gather of 16 KiB: compressed is 1.33x as fast here" in first
     assert first.count("all_gather of 16 KiB") == 1, "roles that share a measurement share a line"
 
-    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
     resume = partial(before_run, tmp_path, "second", None, False)
     run_ranks(
         train, 2, config, [TP2, *auto, load, "run.name=resumed"], resume, init=False, timeout=120
     )
     assert "policy: as in the checkpoint" in text_of(tmp_path / "second")
     unbroken, after = losses(tmp_path), losses(tmp_path, "resumed")
-    assert sorted(after) == [4, 5, 6]
+    assert sorted(after) == [3, 4]
     assert {step: unbroken[step] for step in after} == after
 
     other = partial(before_run, tmp_path, "third", None, True)
-    tp4 = ["megatron.tensor_model_parallel_size=4", "megatron.train_iters=4", "run.name=wider"]
+    tp4 = ["megatron.tensor_model_parallel_size=4", "run.name=wider"]
     policies = run_ranks(
         train, 4, config, [*tp4, *auto, load], other, kept_policy, init=False, timeout=120
     )
@@ -209,3 +210,47 @@ def time_in_groups(rank: int, world_size: int, collective: str) -> Any:
 def test_the_slowest_rank_of_all_groups_counts(run_ranks: RankRunner, collective: str) -> None:
     times = run_ranks(time_in_groups, 4, collective)
     assert times == [(2.0, 1.0)] * 4
+
+
+def compile_for(rank: int, world_size: int, collectives: list[str]) -> Any:
+    """Send each kind of message once on the ranks' own group; the router must not count."""
+    import torch.distributed as dist
+
+    from megatron_taco import compressors
+    from megatron_taco.collectives.router import Router
+    from megatron_taco.patching.run_facts import Messages
+    from megatron_taco.patching.warm_up import compile_kernels
+
+    router = Router(
+        compressor=compressors.build("taco", format="e4m3", block=256),
+        algorithm="two_shot",
+        roles=frozenset({"tp.forward"}),
+        min_bytes=4096,
+        start_step=0,
+        counter=lambda role, name: pytest.fail("what only compiles must not count"),
+    )
+    state = torch.random.get_rng_state()
+    line = compile_kernels(
+        router,
+        collectives,
+        Messages(training=4096, evaluation=1024, dtype=torch.bfloat16),
+        dist.group.WORLD,  # type: ignore[arg-type]
+        torch.device("cpu"),
+        sampling=True,
+    )
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert router.messages == ()
+    return re.sub("[0-9]+[.][0-9]+", "t", line)
+
+
+def test_all_that_the_messages_need_is_compiled(run_ranks: RankRunner) -> None:
+    """Messages below min_bytes, here the evaluation's, are not sent compressed and need nothing."""
+    lines = run_ranks(compile_for, 2, ["all_reduce", "reduce_scatter"])
+    parts = (
+        "encode bfloat16",
+        "reduce-encode of 2",
+        "decode bfloat16",
+        "decode float32",
+        "decode-sum of 2",
+    )
+    assert lines == ["kernels compiled in t s: " + ", ".join(f"{part} t s" for part in parts)] * 2
