@@ -65,14 +65,14 @@ def flow_table(totals: Sequence[FlowTotal], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("role", no_wrap=True, min_width=15)
     table.add_column("collective", no_wrap=True, min_width=14)
-    table.add_column("sent", min_width=15)
+    table.add_column("sent")
     columns = (
         "calls",
         "raw",
         "wire",
         "wire/raw",
-        "encode error",
-        "non-finite blocks",
+        "error",
+        "non-finite",
     )
     for column in columns:
         table.add_column(column, justify="right")
