@@ -139,11 +139,12 @@ def _measure_case(case: Case, timer: Timer, repeats: int) -> Row:
     for repeat in range(repeats + 1):
         for call, times in zip((case.plain, case.ours), seconds, strict=True):
             call.prepare()
+            before = _memory(call.result)
             elapsed = timer.time(call.run)
             if repeat:
                 times.append(elapsed)
-    if case.ours.result.is_cuda:
-        extra = _extra_memory(case)
+            elif before is not None:
+                extra = torch.cuda.max_memory_allocated() - before  # at last of ours
     # The results are those of the last pair; all pairs have the same inputs.
     exact = case.plain.result.float()
     sums = torch.stack([(case.ours.result.float() - exact).square().sum(), exact.square().sum()])
@@ -166,15 +167,13 @@ def _measure_case(case: Case, timer: Timer, repeats: int) -> Row:
     )
 
 
-def _extra_memory(case: Case) -> int:
-    """Bytes of device memory that one more call allocates at most, here."""
-    case.ours.prepare()
+def _memory(result: torch.Tensor) -> int | None:
+    """Bytes of device memory in use now, from where the peak is counted anew; None on CPUs."""
+    if not result.is_cuda:
+        return None
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    case.ours.run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.memory_allocated()
 
 
 def _about(args: argparse.Namespace, group: ProcessGroup, device: torch.device) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def test_launch_order(run_ranks: RankRunner) -> None:
     for i in range(3):
         expected += [f"wait exchange {i}", f"gather {i}"]
     expected += [f"wait gather {i}" for i in range(3)]
-    assert run_ranks(_order, 2) == [expected] * 2
+    assert run_ranks(_order, 3) == [expected] * 3
 
 
 def _bounded(rank: int, size: int) -> tuple[int, int]:

@@ -1,13 +1,8 @@
 """Hierarchical all-reduce on groups that span nodes: contracts, byte counts, refusals."""
 
-from collections import Counter
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_taco.collectives import Topology, all_reduce, traffic
@@ -16,6 +11,7 @@ from megatron_taco.collectives.router import Router
 from megatron_taco.compressors import Taco
 from megatron_taco.telemetry.counters import Counters, Flow
 from tests.distributed import oracle
+from tests.distributed.sent import counted
 from tests.ranks import RankRunner
 
 LAYOUTS = {
@@ -113,21 +109,7 @@ def _bytes(rank: int, size: int) -> None:
     """What torch is given to send to others, inside and between nodes, is what traffic() says."""
     nodes = LAYOUTS["2 x 2"]
     groups = _topology(rank, nodes).require(_world())
-    sent: Counter[ProcessGroup] = Counter()
-    exchange, gather = dist.all_to_all_single, dist.all_gather_into_tensor
-
-    def counted_exchange(output: Tensor, input: Tensor, *, group: Any, async_op: bool) -> Any:
-        sent[group] += input.nbytes - input.nbytes // group.size()
-        return exchange(output, input, group=group, async_op=async_op)
-
-    def counted_gather(output: Tensor, input: Tensor, *, group: Any, async_op: bool) -> Any:
-        sent[group] += (group.size() - 1) * input.nbytes
-        return gather(output, input, group=group, async_op=async_op)
-
-    with (
-        mock.patch.object(dist, "all_to_all_single", counted_exchange),
-        mock.patch.object(dist, "all_gather_into_tensor", counted_gather),
-    ):
+    with counted() as sent:
         taco = Taco(block=BLOCK)
         for numel in (1, BLOCK, 4 * BLOCK, 4099):
             for chunks in (1, 3):
