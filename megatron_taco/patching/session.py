@@ -88,6 +88,7 @@ class Session:
     def _begin_step(self, step: int) -> None:
         if self.current_step is None:
             self._check_model_is_known()
+            self._check_nodes()
             if step:
                 self.reporter.resumed(step)
         self.current_step = step + 1
@@ -109,6 +110,16 @@ class Session:
                 "installed; install it before the model is built (only Megatron's GPTModel is "
                 "supported)"
             )
+
+    def _check_nodes(self) -> None:
+        """Whether the ranks lie on nodes as ``hierarchical`` needs is known only once they run."""
+        if self.router is not None and self.router.algorithm == "hierarchical":
+            from megatron.core import parallel_state
+
+            try:
+                self.router.topology.require(parallel_state.get_tensor_model_parallel_group())
+            except ValueError as error:
+                raise FlowCheckError(f"compression.tensor_parallel.{error}") from None
 
     def install(self, registry: Registry) -> None:
         """Claim and apply all hooks; raises a ``PatchError`` before anything is changed."""
