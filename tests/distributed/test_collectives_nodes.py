@@ -219,7 +219,7 @@ def _train(rank: int, size: int, config: str, nodes: list[str], expected_code: i
     def before(rank: int) -> None:
         os.environ["NCCL_HOSTID"] = nodes[rank]
 
-    overrides = ["megatron.tensor_model_parallel_size=4", "megatron.train_iters=2"]
+    overrides = [f"megatron.tensor_model_parallel_size={size}", "megatron.train_iters=1"]
     overrides += ["compression.tensor_parallel.algorithm=hierarchical"]
     output = io.StringIO()
     with contextlib.redirect_stderr(output):
@@ -231,6 +231,6 @@ def test_the_trainer_on_nodes(run_ranks: RankRunner, tmp_path: Path) -> None:
     """Tensor parallelism over two nodes of two; one node is refused before the first step."""
     config = write_config(tmp_path)
     run_ranks(_train, 4, config, ["a", "a", "b", "b"], 0, init=False, preload="megatron")
-    said = run_ranks(_train, 4, config, ["a"] * 4, 1, init=False, preload="megatron")
+    said = run_ranks(_train, 2, config, ["a"] * 2, 1, init=False, preload="megatron")
     assert "compression.tensor_parallel.algorithm: hierarchical needs a group" in said[0]
     assert "Traceback" not in "".join(said)
