@@ -98,11 +98,14 @@ class Router:
         compressed: bool,
     ) -> None:
         world = group.size()
-        groups = self._nodes(group) if compressed and collective == "all_reduce" else None
-        nodes = 1 if groups is None else groups.count
+        algorithm, nodes = "one_shot", 1
+        if compressed and collective == "all_reduce":
+            groups = self._nodes(group)
+            nodes = 1 if groups is None else groups.count
+            algorithm = choose_algorithm(world, self.algorithm, nodes=nodes)
         sent = traffic(
             collective,
-            choose_algorithm(world, self.algorithm, nodes=nodes) if compressed else "one_shot",
+            algorithm,
             tensor.numel(),
             tensor.element_size(),
             world,

@@ -165,7 +165,7 @@ def test_refusals(run_ranks: RankRunner) -> None:
 
 def _routed(rank: int, size: int, algorithm: str) -> tuple[str, int, int]:
     """An all-reduce through the router on a pair of ranks' own group inside a larger world."""
-    counters = Counters([Flow("role", "all_reduce")])
+    counters = Counters([Flow("role", "all_reduce"), Flow("role", "reduce_scatter")])
     router = Router(
         compressor=Taco(block=BLOCK),
         algorithm=algorithm,
@@ -188,6 +188,9 @@ def _routed(rank: int, size: int, algorithm: str) -> tuple[str, int, int]:
         router.all_reduce("role", x, group, False, lambda: pytest.fail("went plain"))
     expected = oracle.hierarchical(mine, [[0, 1], [2, 3]], Taco(block=BLOCK))
     assert oracle.same_bits(x, expected)
+    part = torch.empty(1250, dtype=torch.bfloat16)
+    router.reduce_scatter("role", part, xs[rank], group, False, lambda: pytest.fail("plain"))
+    assert oracle.same_bits(part, oracle.reduce_scatter(mine, rank % 4, Taco(block=BLOCK)))
     count = counters[Flow("role", "all_reduce")]
     return oracle.digest(x), count.compressed, count.wire
 
