@@ -37,7 +37,7 @@ def all_gather(
             encoded when the call returns.
         group: The process group, of P ranks.
         compressor: Encodes what is sent.
-        chunks: Parts that travel one after the other; by default by size.
+        chunks: Parts that travel one after the other; by default one.
         async_op: Return a handle; ``output`` is ready once its ``wait`` has returned.
         on_payload: Sees the payload that this rank encoded, chunk by chunk.
 
@@ -69,7 +69,6 @@ def all_gather(
             unit=compressor.block,
             wire_bytes=size * compressor.payload_bytes(numel),
             chunks=chunks,
-            device_type=input.device.type,
         )
         overlap = async_op or len(cuts.spans) > 1
         parts = (

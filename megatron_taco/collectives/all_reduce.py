@@ -80,7 +80,8 @@ def all_reduce(
             :func:`choose_algorithm`.
         nodes: The sub-groups of ``group`` where it spans nodes, of :class:`Topology`.
         chunks: Parts that travel one after the other, so that encoding and decoding overlap with
-            the wire; by default by size. The result is the same, to the bit.
+            the wire; by default one, or what bounds the memory of a one-shot on many ranks. The
+            result is the same, to the bit.
         async_op: Return a handle; the result is in ``tensor`` once its ``wait`` has returned.
             Until then the tensor belongs to the collective.
         on_payload: Sees the payloads that this rank encoded, chunk by chunk.
@@ -110,7 +111,6 @@ def all_reduce(
             unit=compressor.block * (1 if one else size),
             wire_bytes=(size if one else 2) * compressor.payload_bytes(flat.numel()),
             chunks=chunks,
-            device_type=flat.device.type,
         )
         overlap = async_op or len(cuts.spans) > 1
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 MEMORY_LIMIT = 2.5
 """Wire buffers under way at a time, in sizes of the plain tensor, for tensors of _LARGE or more."""
 _LARGE = 1 << 20
-_CUDA_CHUNKS = ((64 << 20, 4), (16 << 20, 2))
-"""Bytes of the plain tensor from which on it is cut into so many chunks: docs/decisions.md."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +33,23 @@ def plan(
     unit: int,
     wire_bytes: int,
     chunks: int | None,
-    device_type: str,
 ) -> Plan:
     """Returns the cuts of a message.
+
+    By default there is one chunk, or as many as keep the memory bounded: what was measured on
+    slow links did not pay for more (docs/decisions.md).
 
     Args:
         numel: Elements that are cut, more than 0.
         nbytes: Bytes of the whole plain tensor.
         unit: Elements between two possible cuts; the last chunk may be ragged.
         wire_bytes: Bytes of the wire buffers, were all chunks under way at once.
-        chunks: How many; fewer if there are fewer units. None chooses: one on CPUs, where nothing
-            overlaps.
-        device_type: Of the tensor.
+        chunks: How many; fewer if there are fewer units. None for the default.
     """
     limit = MEMORY_LIMIT * nbytes
     if chunks is None:
-        chunks = 1
-        if device_type == "cuda":
-            chunks = next((n for least, n in _CUDA_CHUNKS if nbytes >= least), 1)
-        if nbytes >= _LARGE and wire_bytes > limit:
-            chunks = max(chunks, 2 * int(-(-wire_bytes // limit)))
+        bounded = nbytes >= _LARGE and wire_bytes > limit
+        chunks = 2 * int(-(-wire_bytes // limit)) if bounded else 1
     units = -(-numel // unit)
     count = min(chunks, units)
     edges = [units * i // count * unit for i in range(count)] + [numel]

@@ -44,13 +44,20 @@ class Pipeline:
             timeout: How long to wait for each message; by default the group's timeout.
         """
         while self._under_way:
-            chunk, handle = self._under_way[0]
-            if handle is not None:
-                if timeout is None:
-                    handle.wait()
-                else:
-                    handle.wait(timeout)
-            self._under_way.popleft()
-            if not self._advance(chunk):
+            if not self._advance(self._arrived(timeout)):
                 for later in islice(self._later, 1):
                     self._advance(later)
+
+    def _arrived(self, timeout: timedelta | None) -> Chunk:
+        """Waits for the first message under way; returns its chunk.
+
+        The handle ends here: torch's keeps the buffer alive, which a later chunk is to reuse.
+        """
+        chunk, handle = self._under_way[0]
+        if handle is not None:
+            if timeout is None:
+                handle.wait()
+            else:
+                handle.wait(timeout)
+        self._under_way.popleft()
+        return chunk

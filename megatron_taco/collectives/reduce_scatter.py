@@ -36,7 +36,7 @@ def reduce_scatter(
             encoded when the call returns.
         group: The process group, of P ranks.
         compressor: Encodes what is sent.
-        chunks: Parts that travel one after the other; by default by size.
+        chunks: Parts that travel one after the other; by default one.
         async_op: Return a handle; ``output`` is ready once its ``wait`` has returned.
         on_payload: Sees the payloads that this rank encoded, chunk by chunk.
 
@@ -66,7 +66,6 @@ def reduce_scatter(
             unit=compressor.block,
             wire_bytes=2 * size * compressor.payload_bytes(numel),
             chunks=chunks,
-            device_type=input.device.type,
         )
         overlap = async_op or len(cuts.spans) > 1
         parts = (

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron_taco.collectives.pipeline import Pipeline
-from megatron_taco.collectives.streams import side_stream
 
 
 class Work:
@@ -20,9 +19,8 @@ class Work:
     sends further messages. So every rank of the group has to call it, and in the same order
     relative to the group's other collectives.
 
-    On a CUDA device that work goes to a side stream, for which the current one then waits. What
-    the caller launched since the collective began (a weight gradient's matrix product, say) is not
-    waited for, but runs beside it.
+    On a CUDA device the rest is launched by :meth:`wait` on the current stream, after what the
+    caller launched meanwhile (a weight gradient's matrix product, say): see docs/decisions.md.
     """
 
     def __init__(self, pipeline: Pipeline, done: Callable[[], None], tensor: Tensor) -> None:
@@ -57,40 +55,18 @@ class Work:
         if self._rest is None:
             return True
         pipeline, done = self._rest
-        if self._stream is None:
-            _finish(pipeline, done, timeout)
-        else:
-            self._finish_beside(self._stream, pipeline, done, timeout)
+        with torch.no_grad():
+            pipeline.finish(timeout)
+            done()
         self._rest = None
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            if current != self._stream:
+                # The buffers go back to the pool of the stream that they were made on, which must
+                # not use them again while this one still decodes them.
+                self._stream.wait_stream(current)
         return True
-
-    @staticmethod
-    def _finish_beside(
-        start: torch.cuda.Stream,
-        pipeline: Pipeline,
-        done: Callable[[], None],
-        timeout: timedelta | None,
-    ) -> None:
-        """Finishes on the side stream.
-
-        It begins with a wait for a message, which was sent after all that ``start`` did before, so
-        nothing is read or written too early. The buffers come from the pool of ``start`` and go
-        back to it here: it has to wait as well before they are used again.
-        """
-        side = side_stream(start.device.index)
-        with torch.cuda.stream(side):
-            _finish(pipeline, done, timeout)
-        current = torch.cuda.current_stream(start.device)
-        current.wait_stream(side)
-        if start != current:
-            start.wait_stream(side)
 
     def is_completed(self) -> bool:
         """Tells whether the result is in place: whether :meth:`wait` has returned."""
         return self._rest is None
-
-
-def _finish(pipeline: Pipeline, done: Callable[[], None], timeout: timedelta | None) -> None:
-    with torch.no_grad():
-        pipeline.finish(timeout)
-        done()

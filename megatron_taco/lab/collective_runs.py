@@ -226,7 +226,7 @@ def _show(rows: list[Row], about: dict[str, Any], place: RankLink | None, usable
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
     where = "all ranks on one GPU, " if place and place.shared_gpu else ""
     console.print(
         f"{about['ranks']} ranks, {about['backend']}, {about['device']}, {where}"

@@ -1,5 +1,10 @@
 """Hierarchical all-reduce on groups that span nodes: contracts, byte counts, refusals."""
 
+import contextlib
+import io
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +17,7 @@ from megatron_taco.compressors import Taco
 from megatron_taco.telemetry.counters import Counters, Flow
 from tests.distributed import oracle
 from tests.distributed.sent import counted
+from tests.distributed.training import train, write_config
 from tests.ranks import RankRunner
 
 LAYOUTS = {
@@ -159,7 +165,7 @@ def test_refusals(run_ranks: RankRunner) -> None:
 
 def _routed(rank: int, size: int, algorithm: str) -> tuple[str, int, int]:
     """An all-reduce through the router on a pair of ranks' own group inside a larger world."""
-    counters = Counters([Flow("role", "all_reduce")])
+    counters = Counters([Flow("role", "all_reduce"), Flow("role", "reduce_scatter")])
     router = Router(
         compressor=Taco(block=BLOCK),
         algorithm=algorithm,
@@ -182,6 +188,9 @@ def _routed(rank: int, size: int, algorithm: str) -> tuple[str, int, int]:
         router.all_reduce("role", x, group, False, lambda: pytest.fail("went plain"))
     expected = oracle.hierarchical(mine, [[0, 1], [2, 3]], Taco(block=BLOCK))
     assert oracle.same_bits(x, expected)
+    part = torch.empty(1250, dtype=torch.bfloat16)
+    router.reduce_scatter("role", part, xs[rank], group, False, lambda: pytest.fail("plain"))
+    assert oracle.same_bits(part, oracle.reduce_scatter(mine, rank % 4, Taco(block=BLOCK)))
     count = counters[Flow("role", "all_reduce")]
     return oracle.digest(x), count.compressed, count.wire
 
@@ -207,3 +216,24 @@ def test_node_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_HOSTID")
     monkeypatch.setattr("socket.gethostname", lambda: "somewhere")
     assert node_id() == "somewhere"
+
+
+def _train(rank: int, size: int, config: str, nodes: list[str], expected_code: int) -> str:
+    def before(rank: int) -> None:
+        os.environ["NCCL_HOSTID"] = nodes[rank]
+
+    overrides = [f"megatron.tensor_model_parallel_size={size}", "megatron.train_iters=1"]
+    overrides += ["compression.tensor_parallel.algorithm=hierarchical"]
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output):
+        train(rank, size, config, overrides, before, expected_code=expected_code)
+    return output.getvalue()
+
+
+def test_the_trainer_on_nodes(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """Tensor parallelism over two nodes of two; one node is refused before the first step."""
+    config = write_config(tmp_path)
+    run_ranks(_train, 4, config, ["a", "a", "b", "b"], 0, init=False, preload="megatron")
+    said = run_ranks(_train, 2, config, ["a"] * 2, 2, init=False, preload="megatron")
+    assert "compression.tensor_parallel.algorithm: hierarchical needs a group" in said[0]
+    assert "Traceback" not in "".join(said)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_contracts import fail_after, output_of_failure, unhook_mappings
+from tests.distributed.test_contracts import output_of_failure, unhook_mappings
 from tests.distributed.training import OFF, SP, losses, train, write_config
 from tests.ranks import RankRunner
 
@@ -172,19 +172,6 @@ def test_auto_fails_on_a_role_that_never_happens(run_ranks: RankRunner, tmp_path
     assert "role tp.forward (all_reduce) is on but was seen on no rank" in text
     assert "role tp.backward" not in text
     assert "nothing to measure: the messages are 16384 bytes, below min_bytes 1048576" in text
-
-
-def test_hierarchical_on_one_node_is_refused_before_the_first_step(
-    run_ranks: RankRunner, tmp_path: Path
-) -> None:
-    config = write_config(tmp_path)
-    overrides = [TP2, "compression.tensor_parallel.algorithm=hierarchical"]
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(fail_after, 2, train, (config, overrides, None, None, 2), init=False, timeout=120)
-    text = output_of_failure(caught.value)
-    assert "error: compression.tensor_parallel.algorithm: hierarchical needs a group of" in text
-    assert "all ranks left with the expected code" in text
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def time_in_groups(rank: int, world_size: int, collective: str) -> Any:

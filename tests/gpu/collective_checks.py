@@ -124,7 +124,7 @@ class Checks:
 
     def other_streams(self) -> None:
         """Begun on one stream and ended on another, with the memory in use meanwhile."""
-        taco, numel = Taco(), 1 << 18
+        taco, numel = Taco(), (1 << 18) // self.size * self.size
         xs = oracle.inputs(self.size, numel, torch.bfloat16)
         x = xs[self.rank].to(self.device)
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -148,7 +148,8 @@ class Checks:
         """Less than three times the largest message, whatever the number of ranks."""
         taco = Taco()
         for mode, nodes in self.kinds():
-            whole = LARGE // self.size if mode == "all_gather" else LARGE
+            part = LARGE // self.size
+            whole = part if mode == "all_gather" else part * self.size
             x = torch.randn(whole, device=self.device).to(torch.bfloat16)
             out = self.output(mode, x)
             for chunks, later in itertools.product((None, 4), (False, True)):
@@ -165,7 +166,7 @@ class Checks:
                 assert extra < 3, f"{mode}, {chunks} chunks, async {later}: {extra:.2f}"
 
     def graphs(self) -> None:
-        """Captured once and replayed on other values, with and without the side stream."""
+        """Captured once and replayed on other values, async or not."""
         taco, numel = Taco(), 3000
         for (mode, nodes), later in itertools.product(self.kinds(), (False, True)):
             x = torch.zeros(numel * self.size, dtype=torch.bfloat16, device=self.device)

@@ -11,12 +11,11 @@ from megatron_taco.collectives.chunks import MEMORY_LIMIT, plan
     st.sampled_from([32, 256, 2048]),
     st.one_of(st.none(), st.integers(1, 40)),
     st.floats(0.1, 40),
-    st.sampled_from(["cpu", "cuda"]),
 )
-def test_cuts(numel: int, unit: int, chunks: int | None, factor: float, device: str) -> None:
+def test_cuts(numel: int, unit: int, chunks: int | None, factor: float) -> None:
     nbytes = 2 * numel
     wire = int(factor * nbytes)
-    cuts = plan(numel, nbytes, unit=unit, wire_bytes=wire, chunks=chunks, device_type=device)
+    cuts = plan(numel, nbytes, unit=unit, wire_bytes=wire, chunks=chunks)
     assert cuts.spans[0][0] == 0
     assert cuts.spans[-1][1] == numel
     for (first, last), (following, _) in zip(cuts.spans, cuts.spans[1:], strict=False):
@@ -34,13 +33,13 @@ def test_cuts(numel: int, unit: int, chunks: int | None, factor: float, device: 
 
 
 def test_default_number() -> None:
-    """One on CPUs; on GPUs more for larger messages."""
+    """One, but where the buffers of all peers would be too large."""
 
-    def count(nbytes: int, device: str) -> int:
-        cuts = plan(
-            nbytes // 2, nbytes, unit=256, wire_bytes=nbytes, chunks=None, device_type=device
-        )
-        return len(cuts.spans)
+    def count(nbytes: int, factor: int) -> tuple[int, int]:
+        wire = factor * nbytes
+        cuts = plan(nbytes // 2, nbytes, unit=256, wire_bytes=wire, chunks=None)
+        return len(cuts.spans), cuts.depth
 
-    assert [count(mib << 20, "cpu") for mib in (1, 16, 64, 256)] == [1, 1, 1, 1]
-    assert [count(mib << 20, "cuda") for mib in (1, 15, 16, 64, 256)] == [1, 1, 2, 4, 4]
+    assert [count(mib << 20, 2) for mib in (1, 16, 256)] == [(1, 1)] * 3
+    assert [count(64 << 20, factor) for factor in (3, 4, 8)] == [(4, 3), (4, 2), (8, 2)]
+    assert count(1 << 19, 8) == (1, 1)  # a small message is not worth several
