@@ -23,6 +23,7 @@ class Facts:
         log_interval: steps between two reports.
         save: folder of the checkpoints, or None.
         resumes: whether a checkpoint is there to go on from.
+        megatron_training: whether the loop uses ``megatron.training`` and its arguments.
     """
 
     arguments: Mapping[str, Any]
@@ -31,6 +32,7 @@ class Facts:
     log_interval: int
     save: Path | None
     resumes: bool
+    megatron_training: bool
 
 
 def facts_of_megatron() -> Facts:
@@ -45,6 +47,7 @@ def facts_of_megatron() -> Facts:
         log_interval=args.log_interval,
         save=Path(args.save) if args.save else None,
         resumes=bool(args.load) and _has_checkpoint(Path(args.load)),
+        megatron_training=True,
     )
 
 
@@ -63,6 +66,7 @@ def facts_of_model(model_config: Any, position_embedding_type: str, save: Path |
         log_interval=1,
         save=save,
         resumes=save is not None and _has_checkpoint(save),
+        megatron_training=False,
     )
 
 

@@ -103,10 +103,12 @@ class DropIn:
         if shim is not None:
             shim.install_megatron()
         registry = Registry()
-        repair(registry)
         registry.claim("startup.setup_model_and_optimizer", OWNER, self._start_before)
         registry.claim("startup.pretrain", OWNER, self._finish_after)
-        self._stack.callback(registry.apply().undo)
+        self._stack.callback(registry.apply().undo)  # a Megatron that is not known goes no further
+        repairs = Registry()
+        repair(repairs)
+        self._stack.callback(repairs.apply().undo)
 
     def _start_before(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -171,6 +173,12 @@ class DropIn:
         tensor = self.settings.compression.tensor_parallel
         if tensor.enabled and facts.arguments.get("inprocess_restart"):
             refused.append(_RESTART)
+        if tensor.mode == "auto" and not facts.megatron_training:
+            refused.append(
+                f"{_MODE}: auto ({self.settings.where(_MODE)}) measures the messages that "
+                "Megatron's arguments tell, and a loop over megatron.core alone has none; "
+                "set mode: on"
+            )
         if refused:
             raise ConfigError(refused)
         path = self._run_dir or default_run_dir(facts)
@@ -182,6 +190,8 @@ class DropIn:
             log_interval=facts.log_interval,
             sequence_parallel=facts.sequence_parallel,
             learned_positions=facts.learned_positions,
+            policy_file=folder.policy,
+            knows_messages=facts.megatron_training,
         )
         session.install(registry)
         self._stack.callback(session.undo)

@@ -49,6 +49,8 @@ class Session:
         sequence_parallel: whether activations are split over the sequence.
         learned_positions: whether positions are embedded.
         policy_file: where rank 0 keeps the policy of ``auto``, or None.
+        knows_messages: whether Megatron's arguments are there, as in any loop of
+            ``megatron.training``; ``auto`` needs them.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Session:
         sequence_parallel: bool,
         learned_positions: bool,
         policy_file: Path | None = None,
+        knows_messages: bool = True,
     ) -> None:
         settings = config.compression.tensor_parallel
         compressing = settings.enabled
@@ -99,6 +102,7 @@ class Session:
                 policy_file=policy_file,
                 say=self.reporter.say,
                 show=self.reporter.show,
+                knows_messages=knows_messages,
             )
         self.current_step: int | None = None
         self._error_every = config.telemetry.error_every

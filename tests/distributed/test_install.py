@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,9 @@ def too_small(rank: int, world_size: int, run_dir: str) -> None:
     from megatron_taco.patching.flows import FlowCheckError
 
     settings = {"compression": {"tensor_parallel": {"mode": "on"}}}
+    auto = {"compression": {"tensor_parallel": {"mode": "auto"}}}
+    with megatron_taco.install(auto) as taco, pytest.raises(ConfigError, match="set mode: on"):
+        taco.start(SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=False))
     with megatron_taco.install(settings, run_dir=run_dir, device="cpu") as taco:
         with pytest.raises(RuntimeError, match="call start"), taco.step(0):
             pass

@@ -6,6 +6,7 @@ guard, with functions imported by value) and runs on megatron-core 0.18 and 0.19
 
 from dataclasses import dataclass
 
+import torch
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -43,6 +44,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
 def main() -> None:
     args = parse_and_validate_args()
     args.note = Note("kept")
+    torch.serialization.add_safe_globals([Note])  # as torch asks whoever loads it, with 0.18
     parts = [ModelType.encoder_or_decoder, forward_step]
     try:
         from megatron.training.argument_utils import gpt_config_from_args

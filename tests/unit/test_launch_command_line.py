@@ -102,3 +102,25 @@ def test_the_scripts_own_failure_and_exit_code_are_its_own(tmp_path: Path) -> No
     assert "ZeroDivisionError" in lines[-1]
     assert "launch.py" not in failed.stderr
     assert subprocess.run([*command, "x"], timeout=60).returncode == 7
+
+
+def test_a_megatron_that_is_not_known_is_refused_when_it_is_imported(tmp_path: Path) -> None:
+    """What to do stands in the message; nothing of it is replaced."""
+    core, training = tmp_path / "megatron" / "core", tmp_path / "megatron" / "training"
+    for folder in (core, training):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 17\nPATCH = 1\nPRE_RELEASE = ''\n")
+    (training / "training.py").write_text("def pretrain(): print('uncompressed')\n")
+    script = tmp_path / "train.py"
+    script.write_text("from megatron.training.training import pretrain\npretrain()\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_taco.launch",
+         "--compression.tensor_parallel.mode", "on", str(script)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "megatron-core 0.17.1 is not in >=0.18,<0.20" in done.stderr
+    assert "pip install 'megatron-core>=0.18,<0.20'" in done.stderr
+    assert done.stderr.count("\n") == 1
