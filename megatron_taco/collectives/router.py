@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_taco.collectives.all_gather import all_gather
-from megatron_taco.collectives.all_reduce import all_reduce, choose_algorithm
+from megatron_taco.collectives.all_reduce import OnPayload, all_reduce, choose_algorithm
+from megatron_taco.collectives.parts import Parts
 from megatron_taco.collectives.reduce_scatter import reduce_scatter
 from megatron_taco.collectives.traffic import traffic
 from megatron_taco.compressors import Compressor
@@ -40,6 +41,10 @@ class FlowCounter(Protocol):
 
     def add_error(self, exact: Tensor, decoded: Tensor) -> None:
         """Add one sample of the codec's error."""
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 @dataclass(kw_only=True)
@@ -66,19 +71,24 @@ class Router:
     step: int = 0
     sampling: bool = False
 
+    def compresses(self, role: str, collective: str, tensor: Tensor) -> bool:
+        """Tell whether a call with the whole ``tensor`` would go compressed; count nothing."""
+        return self._may_compress(role) and _size(tensor) >= self.min_bytes
+
+    def _may_compress(self, role: str) -> bool:
+        return role in self.roles and self.step >= self.start_step
+
     def _plan(self, role: str, collective: str, tensor: Tensor) -> tuple[FlowCounter, bool]:
         """Count the call; tell whether it goes compressed."""
         count = self.counter(role, collective)
-        size = tensor.numel() * tensor.element_size()
         count.seen += 1
-        count.largest = max(count.largest, size)
-        if role not in self.roles or self.step < self.start_step:
-            return count, False
-        if size < self.min_bytes:
+        count.largest = max(count.largest, _size(tensor))
+        compresses = self.compresses(role, collective, tensor)
+        if compresses:
+            count.compressed += 1
+        elif self._may_compress(role):
             count.small += 1
-            return count, False
-        count.compressed += 1
-        return count, True
+        return count, compresses
 
     def _account(
         self,
@@ -140,8 +150,33 @@ class Router:
         self._account(count, collective, whole, group, compresses)
         if not compresses:
             return plain()
+        return self._compressed(count, sent, compressed)
+
+    def _compressed(
+        self,
+        count: FlowCounter,
+        sent: Tensor,
+        compressed: Callable[[OnPayload], Any],
+    ) -> Any:
         self._sample(count, sent)
         return compressed(self._observer(count))
+
+    def parts(self, role: str, collective: str, whole: Tensor, group: ProcessGroup) -> Parts:
+        """Count a call that is compressed and will be sent in parts.
+
+        Args:
+            role: its role.
+            collective: its name; ``compresses`` has said yes.
+            whole: the whole tensor, filled or not.
+            group: the process group.
+        """
+        count, _ = self._plan(role, collective, whole)
+
+        def send(part: Tensor, sent: Tensor, call: Callable[[OnPayload], Any]) -> Any:
+            self._account(count, collective, part, group, compressed=True)
+            return self._compressed(count, sent, call)
+
+        return Parts(compressor=self.compressor, algorithm=self.algorithm, group=group, send=send)
 
     def all_reduce(
         self, role: str, tensor: Tensor, group: ProcessGroup, async_op: bool, plain: Plain

@@ -83,6 +83,7 @@ class Session:
                 min_bytes=router.min_bytes,
             )
         self.current_step: int | None = None
+        self._forward_chunks = config.compression.tensor_parallel.forward_chunks
         self._error_every = config.telemetry.error_every
 
     def _begin_step(self, step: int) -> None:
@@ -113,7 +114,7 @@ class Session:
     def install(self, registry: Registry) -> None:
         """Claim and apply all hooks; raises a ``PatchError`` before anything is changed."""
         if self.router is not None:
-            tensor.TensorParallelHooks(self.router).claim(registry)
+            tensor.TensorParallelHooks(self.router, self._forward_chunks).claim(registry)
         LoopHooks(self.reporter, self._begin_step, self._begin_evaluation, self.check).claim(
             registry
         )

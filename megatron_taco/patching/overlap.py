@@ -1,0 +1,319 @@
+"""Overlap of the forward pass: a linear's product is made, sent and received in token chunks.
+
+Megatron's row-parallel linear multiplies all tokens and then sums the product over the ranks; its
+column-parallel linear, under sequence parallelism, gathers all tokens and then multiplies.  Here,
+while such a linear runs forward,
+
+* the ``torch.matmul`` of a row-parallel linear fills its product chunk by chunk, and chunk ``i``
+  travels while chunk ``i+1`` is multiplied; the all-reduce or reduce-scatter that Megatron then
+  asks for finds its messages under way and only waits for them;
+* the all-gather of a column-parallel linear begins with one chunk, and the ``torch.matmul`` that
+  follows multiplies each chunk as it arrives, the next one being on its way.
+
+Nothing else changes: the autograd function that Megatron runs saves the whole input and its
+backward pass is one product for the input's gradient and one for the weight's, as without chunks.
+
+Under sequence parallelism a rank's slice has to stay its own tokens, so chunk ``i`` is the ``i``-th
+part of every rank's slice.  Chunks end where the compressor's blocks end: the codes are those of
+the unchunked message.  At most two chunks are under way, and a chunk is awaited only after the
+next one's message was launched: with CUDA_DEVICE_MAX_CONNECTIONS=1 a launch that waits blocks all
+later ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_taco.collectives.parts import Parts, part_ranges
+from megatron_taco.collectives.router import Router
+from megatron_taco.collectives.work import Work
+from megatron_taco.patching.scope import Scope
+
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
+
+class OverlapError(RuntimeError):
+    """A linear's chunks are under way and the collective that they belong to never came."""
+
+
+@dataclass
+class _Linear:
+    """The linear that runs forward in this thread.
+
+    Attributes:
+        name: for messages.
+        collective: what it does in its forward pass.
+        group: its tensor-parallel group.
+        pending: what is under way.
+    """
+
+    name: str
+    collective: Collective
+    group: ProcessGroup
+    pending: _Sum | _Gather | None = None
+
+
+@dataclass(kw_only=True)
+class _Sum:
+    """Chunks of a product that are being summed.
+
+    Attributes:
+        product: the whole product [s, b, n].
+        result: where the sums go: ``product`` itself or, of a reduce-scatter, a slice [s/P, b, n].
+        last: the last chunk's message; all others have been waited for.
+    """
+
+    product: Tensor
+    result: Tensor
+    last: Work | None = None
+
+
+@dataclass(kw_only=True)
+class _Gather:
+    """An input that is being gathered.
+
+    Attributes:
+        gathered: where it goes, [s, b, k].
+        input: this rank's slice [s/P, b, k].
+        ranges: tokens of a slice, chunk by chunk.
+        parts: sends them.
+        works: the messages begun.
+    """
+
+    gathered: Tensor
+    input: Tensor
+    ranges: list[tuple[int, int]]
+    parts: Parts
+    works: list[Work] = field(default_factory=list)
+
+    def begin_next(self) -> None:
+        """Send the next chunk, if there is one left."""
+        if len(self.works) == len(self.ranges):
+            return
+        first, last = self.ranges[len(self.works)]
+        size = self.parts.group.size()
+        output = _slices(self.gathered, size)[:, first:last].view(size, -1)
+        self.works.append(self.parts.all_gather(output, self.input[first:last].reshape(-1)))
+
+
+class _State(threading.local):
+    linear: _Linear | None = None
+
+
+class ForwardOverlap:
+    """Makes, sends and receives in chunks; the hooks of the tensor-parallel seam call it.
+
+    Args:
+        router: decides and sends.
+        scope: knows the role of what is sent.
+        chunks: how many chunks, 2 or more.
+        accepts: whether a tensor summed or gathered over a group is one that may be compressed.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        scope: Scope,
+        chunks: int,
+        accepts: Callable[[Tensor, Any], bool],
+    ) -> None:
+        self._router = router
+        self._scope = scope
+        self._chunks = chunks
+        self._accepts = accepts
+        self._state = _State()
+
+    @contextlib.contextmanager
+    def row(self, linear: Any) -> Iterator[None]:
+        """A ``RowParallelLinear`` runs forward."""
+        if linear.explicit_expert_comm:
+            yield
+            return
+        collective: Collective = "reduce_scatter" if linear.sequence_parallel else "all_reduce"
+        with self._running(_Linear("RowParallelLinear", collective, linear.tp_group)):
+            yield
+
+    @contextlib.contextmanager
+    def column(self, linear: Any) -> Iterator[None]:
+        """A ``ColumnParallelLinear`` runs forward."""
+        if linear.explicit_expert_comm or not linear.sequence_parallel:
+            yield
+            return
+        with self._running(_Linear("ColumnParallelLinear", "all_gather", linear.tp_group)):
+            yield
+
+    @contextlib.contextmanager
+    def _running(self, linear: _Linear) -> Iterator[None]:
+        saved, self._state.linear = self._state.linear, linear
+        try:
+            yield
+        finally:
+            self._state.linear = saved
+        if linear.pending is not None:
+            raise OverlapError(
+                f"compression.tensor_parallel.forward_chunks: {linear.name}.forward has returned "
+                f"without the {linear.collective} that its chunks belong to; "
+                "set forward_chunks: 1"
+            )
+
+    def matmul(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the ``torch.matmul`` of ``layers``, which makes a linear's product in chunks."""
+
+        def matmul(input: Tensor, other: Tensor, **options: Any) -> Any:
+            linear = self._state.linear
+            if linear is None or options:
+                return original(input, other, **options)
+            if isinstance(linear.pending, _Gather):
+                return self._multiply_gathered(linear, linear.pending, input, other)
+            if linear.collective == "all_gather" or linear.pending is not None:
+                return original(input, other)
+            product = self._multiply_and_send(linear, input, other)
+            return original(input, other) if product is None else product
+
+        return matmul
+
+    def begin_all_gather(self, output: Tensor, input: Tensor, group: Any) -> bool:
+        """Begin a column-parallel linear's all-gather; False where it is to be done as a whole."""
+        linear = self._state.linear
+        if linear is None or linear.collective != "all_gather" or linear.pending is not None:
+            return False
+        if group is not linear.group or not output.is_contiguous() or input.dim() != 3:
+            return False
+        role = self._role(linear, output)
+        ranges = self._ranges(linear, input)
+        if role is None or len(ranges) < 2:
+            return False
+        parts = self._router.parts(role, "all_gather", output, linear.group)
+        linear.pending = _Gather(gathered=output, input=input, ranges=ranges, parts=parts)
+        linear.pending.begin_next()
+        return True
+
+    def finish_all_reduce(self, tensor: Tensor) -> bool:
+        """Wait for the chunks of a product; False if they are not under way."""
+        return self._finish("all_reduce", tensor) is not None
+
+    def finish_reduce_scatter(self, output: Tensor, input: Tensor) -> bool:
+        """Wait for the chunks of a product's slice; False if they are not under way."""
+        result = self._finish("reduce_scatter", input)
+        if result is None:
+            return False
+        output.copy_(result.view(output.shape))
+        return True
+
+    def _finish(self, collective: Collective, product: Tensor) -> Tensor | None:
+        linear = self._state.linear
+        if linear is None or linear.collective != collective:
+            return None
+        pending = linear.pending
+        if not isinstance(pending, _Sum) or not _same(pending.product, product):
+            return None
+        if pending.last is not None:
+            pending.last.wait()
+        linear.pending = None
+        return pending.result
+
+    def _role(self, linear: _Linear, whole: Tensor) -> str | None:
+        """The role of a linear's collective if it goes compressed, else None."""
+        role = self._scope.role_of_a("forward")
+        if role is None or not self._accepts(whole, linear.group):
+            return None
+        return role if self._router.compresses(role, linear.collective, whole) else None
+
+    def _ranges(self, linear: _Linear, slice_: Tensor) -> list[tuple[int, int]]:
+        """The tokens of a rank's slice, chunk by chunk: [s, b, n] of an all-reduce is one slice."""
+        rows = slice_.shape[0]
+        elements = slice_.numel() // rows if rows else 0
+        unit = self._router.compressor.block
+        if linear.collective == "all_reduce":
+            unit *= linear.group.size()  # a two-shot's slices are whole blocks: none is padded
+        return part_ranges(rows, elements, unit, self._chunks)
+
+    def _multiply_and_send(self, linear: _Linear, input: Tensor, other: Tensor) -> Tensor | None:
+        """Make a row-parallel linear's product in chunks; None where it is to be made whole."""
+        size = linear.group.size() if linear.collective == "reduce_scatter" else 1
+        if not _plain_product(input, other) or input.shape[0] % size:
+            return None
+        product = input.new_empty(*input.shape[:-1], other.shape[1])
+        role = self._role(linear, product)
+        sliced = _slices(product, size)
+        ranges = self._ranges(linear, sliced[0])
+        if role is None or len(ranges) < 2:
+            return None
+        parts = self._router.parts(role, linear.collective, product, linear.group)
+        scatters = linear.collective == "reduce_scatter"
+        result = torch.empty_like(sliced[0]) if scatters else product
+        rows = _slices(input.contiguous(), size)
+        linear.pending = pending = _Sum(product=product, result=result)
+        for first, last in ranges:
+            chunk = sliced[:, first:last]
+            _multiply(rows[:, first:last], other, chunk)
+            if scatters:
+                work = parts.reduce_scatter(result[first:last].view(-1), chunk.view(size, -1))
+            else:
+                work = parts.all_reduce(chunk[0])
+            if pending.last is not None:
+                pending.last.wait()
+            pending.last = work
+        return product
+
+    def _multiply_gathered(
+        self, linear: _Linear, pending: _Gather, input: Tensor, other: Tensor
+    ) -> Tensor:
+        """Multiply what is being gathered, a chunk at a time."""
+        if not _same(pending.gathered, input) or not _plain_product(input, other):
+            raise OverlapError(
+                f"compression.tensor_parallel.forward_chunks: {linear.name} multiplies something "
+                "else than what it gathers; set forward_chunks: 1"
+            )
+        size = linear.group.size()
+        product = input.new_empty(*input.shape[:-1], other.shape[1])
+        for index, (first, last) in enumerate(pending.ranges):
+            pending.begin_next()
+            pending.works[index].wait()
+            chunk = _slices(product, size)[:, first:last]
+            _multiply(_slices(input, size)[:, first:last], other, chunk)
+        linear.pending = None
+        return product
+
+
+def _slices(whole: Tensor, size: int) -> Tensor:
+    """The slices of all ranks, [P, s/P, b, n] of a contiguous [s, b, n]."""
+    return whole.view(size, -1, *whole.shape[1:])
+
+
+def _multiply(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
+    """Write the product of ``rows`` [P, c, b, k] and ``matrix`` [k, n] to ``out`` [P, c, b, n]."""
+    size = len(rows)
+    torch.bmm(
+        rows.view(size, -1, rows.shape[-1]),
+        matrix.expand(size, *matrix.shape),
+        out=out.view(size, -1, out.shape[-1]),
+    )
+
+
+def _plain_product(input: Tensor, other: Tensor) -> bool:
+    """Whether the product is [s, b, k] by [k, n] as it stands: no autocast, no mixed dtypes."""
+    return (
+        input.dim() == 3
+        and other.dim() == 2
+        and input.dtype == other.dtype
+        and not torch.is_autocast_enabled(input.device.type)
+    )
+
+
+def _same(mine: Tensor, theirs: Tensor) -> bool:
+    """Whether two tensors are the same memory, read alike (mine is alive, so none reuses it)."""
+    return (
+        mine.data_ptr() == theirs.data_ptr()
+        and mine.shape == theirs.shape
+        and mine.stride() == theirs.stride()
+        and mine.dtype == theirs.dtype
+    )
