@@ -7,11 +7,11 @@ in the run folder with
                profile_step_end: 8, profile_ranks: [0]}
     telemetry: {tensorboard: true}
 
-For the kernels of NCCL it adds up how long at least one ran (``communication``), for how much of
-that a matrix product ran as well (``under products``) or any other kernel (``hidden``), and the
-rest (``exposed``): the device had nothing else to do. All are lengths of unions of intervals, so
-kernels side by side count once. The exposed share f of the traced time is what a compression by k
-can shorten: to 1 - f + f / k at best.
+For the kernels of NCCL it counts those beside which a matrix product ran, and adds up how long at
+least one ran (``communication``), for how much of that a matrix product ran as well (``under
+products``) or any other kernel (``hidden``), and the rest (``exposed``): the device had nothing
+else to do. All are lengths of unions of intervals, so kernels side by side count once. The exposed
+share f of the traced time is what a compression by k can shorten: to 1 - f + f / k at best.
 
 A kernel belongs to the backward pass if a thread launched it that runs autograd's functions;
 recomputation is therefore backward. The kernels of one process are seen: of ranks that share a GPU
@@ -73,12 +73,14 @@ class Overlap:
 
     Attributes:
         kernels: how many there were.
+        with_product: how many of them ran while a matrix product ran.
         communication: during which at least one ran.
         under_products: of that, during which a matrix product ran as well.
         hidden: of that, during which any kernel that is no communication ran as well.
     """
 
     kernels: int
+    with_product: int
     communication: float
     under_products: float
     hidden: float
@@ -155,6 +157,7 @@ def overlap(kernels: Sequence[Kernel], *, backward: bool | None = None) -> Overl
     compute = _union(kernel for kernel in kernels if kernel.kind != "communication")
     return Overlap(
         kernels=len(sent),
+        with_product=sum(bool(_common([(k.start, k.end)], products)) for k in sent),
         communication=_length(communication),
         under_products=_length(_common(communication, products)),
         hidden=_length(_common(communication, compute)),
@@ -200,16 +203,16 @@ def table(kernels: Sequence[Kernel]) -> list[str]:
     """The figures of one trace as lines of a Markdown table."""
     total = traced_ms(kernels)
     lines = [
-        "| pass | NCCL kernels | communication ms | under products | hidden | exposed ms | "
-        "exposed share f |",
-        "|---|---|---|---|---|---|---|",
+        "| pass | NCCL kernels | with a product meanwhile | communication ms | under products | "
+        "hidden | exposed ms | exposed share f |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, backward in (("forward and rest", False), ("backward", True), ("all", None)):
         found = overlap(kernels, backward=backward)
         whole = found.communication or 1.0
         lines.append(
-            f"| {name} | {found.kernels} | {found.communication:.2f} | "
-            f"{found.under_products / whole:.0%} | {found.hidden / whole:.0%} | "
+            f"| {name} | {found.kernels} | {found.with_product} | {found.communication:.2f} | "
+            f"{found.under_products / whole:.1%} | {found.hidden / whole:.1%} | "
             f"{found.exposed:.2f} | {found.exposed / total:.3f} |"
         )
     return lines

@@ -250,11 +250,11 @@ class ForwardOverlap:
         parts = self._router.parts(role, linear.collective, product, linear.group)
         scatters = linear.collective == "reduce_scatter"
         result = torch.empty_like(sliced[0]) if scatters else product
-        rows = _slices(input.contiguous(), size)
         linear.pending = pending = _Sum(product=product, result=result)
+        multiply = _Product(input.contiguous(), other, product, size)
         for first, last in ranges:
+            multiply(first, last)
             chunk = sliced[:, first:last]
-            _multiply(rows[:, first:last], other, chunk)
             if scatters:
                 work = parts.reduce_scatter(result[first:last].view(-1), chunk.view(size, -1))
             else:
@@ -273,30 +273,41 @@ class ForwardOverlap:
                 f"compression.tensor_parallel.forward_chunks: {linear.name} multiplies something "
                 "else than what it gathers; set forward_chunks: 1"
             )
-        size = linear.group.size()
         product = input.new_empty(*input.shape[:-1], other.shape[1])
+        multiply = _Product(input, other, product, linear.group.size())
         for index, (first, last) in enumerate(pending.ranges):
             pending.begin_next()
             pending.works[index].wait()
-            chunk = _slices(product, size)[:, first:last]
-            _multiply(_slices(input, size)[:, first:last], other, chunk)
+            multiply(first, last)
         linear.pending = None
         return product
+
+
+class _Product:
+    """Makes a product a chunk at a time: the same tokens of every rank's slice.
+
+    Args:
+        input: [s, b, k], contiguous.
+        matrix: [k, n].
+        product: [s, b, n], contiguous.
+        size: ranks P; each has a slice of s / P tokens.
+    """
+
+    def __init__(self, input: Tensor, matrix: Tensor, product: Tensor, size: int) -> None:
+        self._batch = input.shape[1]
+        self._rows = input.view(size, -1, input.shape[-1])
+        self._matrix = matrix.expand(size, *matrix.shape)
+        self._product = product.view(size, -1, product.shape[-1])
+
+    def __call__(self, first: int, last: int) -> None:
+        """Fill in the tokens ``[first, last)`` of every slice."""
+        rows = slice(first * self._batch, last * self._batch)
+        torch.bmm(self._rows[:, rows], self._matrix, out=self._product[:, rows])
 
 
 def _slices(whole: Tensor, size: int) -> Tensor:
     """The slices of all ranks, [P, s/P, b, n] of a contiguous [s, b, n]."""
     return whole.view(size, -1, *whole.shape[1:])
-
-
-def _multiply(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
-    """Write the product of ``rows`` [P, c, b, k] and ``matrix`` [k, n] to ``out`` [P, c, b, n]."""
-    size = len(rows)
-    torch.bmm(
-        rows.view(size, -1, rows.shape[-1]),
-        matrix.expand(size, *matrix.shape),
-        out=out.view(size, -1, out.shape[-1]),
-    )
 
 
 def _plain_product(input: Tensor, other: Tensor) -> bool:

@@ -1,14 +1,15 @@
-"""What chunks of the forward pass save, and what hides behind compute, on one GPU.
+"""What chunks of the forward pass save, and what hides behind compute.
 
-Two NCCL ranks share the card (TP 2). The trainer runs once a link; its steps take turns between no
-compression, compression, and compression with the forward pass in 2 and 4 chunks, so that all see
-the same machine. Then one step of each is traced. Prints Markdown.
+Two NCCL ranks (TP 2) train a GPT of 4 layers, hidden size 2048. The steps of one run take turns
+between no compression, compression, and compression with the forward pass in 2 and 4 chunks, so
+that all see the same machine. Then one step of each is traced. Prints Markdown.
 
-    python scripts/reproduce/forward_overlap.py --runs RUNS [--rate 10Gbit] [--sequence-parallel]
-        [--connections 8] [key=value ...]
+    python scripts/reproduce/forward_overlap.py --runs RUNS [--rate 10Gbit | --own-gpus]
+        [--sequence-parallel] [--connections 8] [key=value ...]
 
-Without --rate the ranks talk over loopback; with it, over an emulated link (root needed).
---connections sets CUDA_DEVICE_MAX_CONNECTIONS to something else than Megatron's 1.
+The ranks share one GPU and talk over loopback, or with --rate over an emulated link (root needed).
+With --own-gpus they take two GPUs and the link between them: NVLink, or host memory with
+NCCL_P2P_DISABLE=1. --connections sets CUDA_DEVICE_MAX_CONNECTIONS to something else than 1.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ARMS = {"compressed": 1, "2 chunks": 2, "4 chunks": 4, "uncompressed": None}
+ARMS = {"compressed": 1, "2-chunks": 2, "4-chunks": 4, "uncompressed": None}
+"""What the steps take turns between: forward_chunks, None without compression."""
 WARM_UP = 2
+"""Rounds of all arms before those that count."""
 CONFIG = """
 run: {name: run, dir: %s}
 data: {source: mock, tokenizer: {null: 8192}}
@@ -121,7 +124,7 @@ def report(folder: Path, rounds: int) -> list[str]:
         if WARM_UP * len(ARMS) <= step < rounds * len(ARMS):
             times[list(ARMS)[step % len(ARMS)]].append(line["step_ms"])
     base = times["compressed"]
-    text = ["| | ms a step, median (least - most) | compressed / this, paired | ", "|---|---|---|"]
+    text = ["| | ms a step, median (least - most) | compressed / this, paired |", "|---|---|---|"]
     for name, values in times.items():
         ratio = [a / b for a, b in zip(base, values, strict=True)]
         text.append(
@@ -146,6 +149,7 @@ def main() -> int:
     parser.add_argument("--rate", help="of an emulated link; default loopback")
     parser.add_argument("--rounds", type=int, default=10, help="steps of each arm")
     parser.add_argument("--connections", type=int, default=1)
+    parser.add_argument("--own-gpus", action="store_true", help="two GPUs and their own link")
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -163,12 +167,18 @@ def main() -> int:
         f"megatron.sequence_parallel={str(args.sequence_parallel).lower()}",
         *args.overrides,
     ]
-    link = ["--hosts", "2", "--rate", args.rate] if args.rate else ["--ranks", "2"]
+    if args.own_gpus:
+        link = "own GPUs"
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    else:
+        link = args.rate or "loopback"
+        hosts = ["--hosts", "2", "--rate", args.rate] if args.rate else ["--ranks", "2"]
+        mode = "--cpu" if args.cpu else "--share-gpu"
+        start = ["-m", "megatron_taco.cli", "lab", "run", *hosts, mode, "--timeout", "300", "--"]
     code = subprocess.call(
         [
-            *(sys.executable, "-m", "megatron_taco.cli", "lab", "run", *link),
-            *("--cpu" if args.cpu else "--share-gpu", "--timeout", "300", "--", __file__),
-            *("--worker", "--runs", str(folder), "--rounds", str(args.rounds), *overrides),
+            *(sys.executable, *start, __file__, "--worker"),
+            *("--runs", str(folder), "--rounds", str(args.rounds), *overrides),
         ],
         env={**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": str(args.connections)},
     )
@@ -177,7 +187,7 @@ def main() -> int:
             print(f"--- {log}\n{log.read_text()[-2000:]}", file=sys.stderr)
         return code
     print(
-        f"\n### {args.rate or 'loopback'}, sequence parallel {args.sequence_parallel}, "
+        f"\n### {link}, sequence parallel {args.sequence_parallel}, "
         f"CUDA_DEVICE_MAX_CONNECTIONS {args.connections} {' '.join(args.overrides)}\n"
     )
     print("\n".join(report(folder, args.rounds)), flush=True)

@@ -45,9 +45,10 @@ def test_shares_of_a_synthetic_trace() -> None:
     assert traced_ms(kernels) == 6.0
     forward = overlap(kernels, backward=False)
     assert (forward.kernels, forward.communication, forward.hidden) == (1, 1.0, 0.0)
+    assert forward.with_product == 0, "one that ends where the message starts is not beside it"
     assert forward.exposed == 1.0
     backward = overlap(kernels, backward=True)
-    assert (backward.kernels, backward.communication) == (2, 3.0)
+    assert (backward.kernels, backward.with_product, backward.communication) == (2, 1, 3.0)
     assert backward.under_products == pytest.approx(1.0)
     assert backward.hidden == pytest.approx(1.2)
     both = overlap(kernels)
@@ -81,8 +82,8 @@ def test_table_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main([str(path)]) == 0
     out = capsys.readouterr().out
     assert "6 kernels in 6.0 ms" in out
-    assert "| forward and rest | 1 | 1.00 | 0% | 0% | 1.00 | 0.167 |" in out
-    assert "| backward | 2 | 3.00 | 33% | 40% | 1.80 | 0.300 |" in out
+    assert "| forward and rest | 1 | 0 | 1.00 | 0.0% | 0.0% | 1.00 | 0.167 |" in out
+    assert "| backward | 2 | 1 | 3.00 | 33.3% | 40.0% | 1.80 | 0.300 |" in out
 
 
 @pytest.mark.parametrize(
