@@ -25,16 +25,23 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_taco.collectives.parts import Parts, part_ranges
+from megatron_taco.collectives.parts import part_ranges
 from megatron_taco.collectives.router import Router
-from megatron_taco.collectives.work import Work
+from megatron_taco.patching.overlap_chunks import (
+    PendingGather,
+    PendingSum,
+    Product,
+    plain_product,
+    same_memory,
+    slices,
+)
 from megatron_taco.patching.scope import Scope
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -58,50 +65,7 @@ class _Linear:
     name: str
     collective: Collective
     group: ProcessGroup
-    pending: _Sum | _Gather | None = None
-
-
-@dataclass(kw_only=True)
-class _Sum:
-    """Chunks of a product that are being summed.
-
-    Attributes:
-        product: the whole product [s, b, n].
-        result: where the sums go: ``product`` itself or, of a reduce-scatter, a slice [s/P, b, n].
-        last: the last chunk's message; all others have been waited for.
-    """
-
-    product: Tensor
-    result: Tensor
-    last: Work | None = None
-
-
-@dataclass(kw_only=True)
-class _Gather:
-    """An input that is being gathered.
-
-    Attributes:
-        gathered: where it goes, [s, b, k].
-        input: this rank's slice [s/P, b, k].
-        ranges: tokens of a slice, chunk by chunk.
-        parts: sends them.
-        works: the messages begun.
-    """
-
-    gathered: Tensor
-    input: Tensor
-    ranges: list[tuple[int, int]]
-    parts: Parts
-    works: list[Work] = field(default_factory=list)
-
-    def begin_next(self) -> None:
-        """Send the next chunk, if there is one left."""
-        if len(self.works) == len(self.ranges):
-            return
-        first, last = self.ranges[len(self.works)]
-        size = self.parts.group.size()
-        output = _slices(self.gathered, size)[:, first:last].view(size, -1)
-        self.works.append(self.parts.all_gather(output, self.input[first:last].reshape(-1)))
+    pending: PendingSum | PendingGather | None = None
 
 
 class _State(threading.local):
@@ -171,8 +135,8 @@ class ForwardOverlap:
             linear = self._state.linear
             if linear is None or options:
                 return original(input, other, **options)
-            if isinstance(linear.pending, _Gather):
-                return self._multiply_gathered(linear, linear.pending, input, other)
+            if isinstance(linear.pending, PendingGather):
+                return self._multiply_gathered(linear, linear.pending, original, input, other)
             if linear.collective == "all_gather" or linear.pending is not None:
                 return original(input, other)
             product = self._multiply_and_send(linear, input, other)
@@ -192,7 +156,7 @@ class ForwardOverlap:
         if role is None or len(ranges) < 2:
             return False
         parts = self._router.parts(role, "all_gather", output, linear.group)
-        linear.pending = _Gather(gathered=output, input=input, ranges=ranges, parts=parts)
+        linear.pending = PendingGather(gathered=output, input=input, ranges=ranges, parts=parts)
         linear.pending.begin_next()
         return True
 
@@ -213,7 +177,7 @@ class ForwardOverlap:
         if linear is None or linear.collective != collective:
             return None
         pending = linear.pending
-        if not isinstance(pending, _Sum) or not _same(pending.product, product):
+        if not isinstance(pending, PendingSum) or not same_memory(pending.product, product):
             return None
         if pending.last is not None:
             pending.last.wait()
@@ -239,19 +203,19 @@ class ForwardOverlap:
     def _multiply_and_send(self, linear: _Linear, input: Tensor, other: Tensor) -> Tensor | None:
         """Make a row-parallel linear's product in chunks; None where it is to be made whole."""
         size = linear.group.size() if linear.collective == "reduce_scatter" else 1
-        if not _plain_product(input, other) or input.shape[0] % size:
+        if not plain_product(input, other) or input.shape[0] % size:
             return None
         product = input.new_empty(*input.shape[:-1], other.shape[1])
         role = self._role(linear, product)
-        sliced = _slices(product, size)
+        sliced = slices(product, size)
         ranges = self._ranges(linear, sliced[0])
         if role is None or len(ranges) < 2:
             return None
         parts = self._router.parts(role, linear.collective, product, linear.group)
         scatters = linear.collective == "reduce_scatter"
         result = torch.empty_like(sliced[0]) if scatters else product
-        linear.pending = pending = _Sum(product=product, result=result)
-        multiply = _Product(input.contiguous(), other, product, size)
+        linear.pending = pending = PendingSum(product=product, result=result)
+        multiply = Product(input.contiguous(), other, product, size)
         for first, last in ranges:
             multiply(first, last)
             chunk = sliced[:, first:last]
@@ -264,67 +228,28 @@ class ForwardOverlap:
             pending.last = work
         return product
 
+    @staticmethod
     def _multiply_gathered(
-        self, linear: _Linear, pending: _Gather, input: Tensor, other: Tensor
-    ) -> Tensor:
-        """Multiply what is being gathered, a chunk at a time."""
-        if not _same(pending.gathered, input) or not _plain_product(input, other):
+        linear: _Linear,
+        pending: PendingGather,
+        original: Callable[..., Any],
+        input: Tensor,
+        other: Tensor,
+    ) -> Any:
+        """Multiply what is being gathered, a chunk at a time where that is a plain product."""
+        if not same_memory(pending.gathered, input):
             raise OverlapError(
                 f"compression.tensor_parallel.forward_chunks: {linear.name} multiplies something "
                 "else than what it gathers; set forward_chunks: 1"
             )
-        product = input.new_empty(*input.shape[:-1], other.shape[1])
-        multiply = _Product(input, other, product, linear.group.size())
-        for index, (first, last) in enumerate(pending.ranges):
-            pending.begin_next()
-            pending.works[index].wait()
-            multiply(first, last)
+        if plain_product(input, other):
+            product = input.new_empty(*input.shape[:-1], other.shape[1])
+            multiply = Product(input, other, product, linear.group.size())
+            for first, last in pending.chunks():
+                multiply(first, last)
+        else:
+            for _ in pending.chunks():
+                pass
+            product = original(input, other)
         linear.pending = None
         return product
-
-
-class _Product:
-    """Makes a product a chunk at a time: the same tokens of every rank's slice.
-
-    Args:
-        input: [s, b, k], contiguous.
-        matrix: [k, n].
-        product: [s, b, n], contiguous.
-        size: ranks P; each has a slice of s / P tokens.
-    """
-
-    def __init__(self, input: Tensor, matrix: Tensor, product: Tensor, size: int) -> None:
-        self._batch = input.shape[1]
-        self._rows = input.view(size, -1, input.shape[-1])
-        self._matrix = matrix.expand(size, *matrix.shape)
-        self._product = product.view(size, -1, product.shape[-1])
-
-    def __call__(self, first: int, last: int) -> None:
-        """Fill in the tokens ``[first, last)`` of every slice."""
-        rows = slice(first * self._batch, last * self._batch)
-        torch.bmm(self._rows[:, rows], self._matrix, out=self._product[:, rows])
-
-
-def _slices(whole: Tensor, size: int) -> Tensor:
-    """The slices of all ranks, [P, s/P, b, n] of a contiguous [s, b, n]."""
-    return whole.view(size, -1, *whole.shape[1:])
-
-
-def _plain_product(input: Tensor, other: Tensor) -> bool:
-    """Whether the product is [s, b, k] by [k, n] as it stands: no autocast, no mixed dtypes."""
-    return (
-        input.dim() == 3
-        and other.dim() == 2
-        and input.dtype == other.dtype
-        and not torch.is_autocast_enabled(input.device.type)
-    )
-
-
-def _same(mine: Tensor, theirs: Tensor) -> bool:
-    """Whether two tensors are the same memory, read alike (mine is alive, so none reuses it)."""
-    return (
-        mine.data_ptr() == theirs.data_ptr()
-        and mine.shape == theirs.shape
-        and mine.stride() == theirs.stride()
-        and mine.dtype == theirs.dtype
-    )
