@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_taco.collectives.parts import part_ranges
+from megatron_taco.collectives.parts import SendPart, part_ranges
 from megatron_taco.collectives.router import Router
 from megatron_taco.patching.overlap_chunks import (
     PendingGather,
@@ -151,12 +151,14 @@ class ForwardOverlap:
             return False
         if group is not linear.group or not output.is_contiguous() or input.dim() != 3:
             return False
-        role = self._role(linear, output)
         ranges = self._ranges(linear, input)
-        if role is None or len(ranges) < 2:
+        send = self._begin(linear, output, ranges)
+        if send is None:
             return False
-        parts = self._router.parts(role, "all_gather", output, linear.group)
-        linear.pending = PendingGather(gathered=output, input=input, ranges=ranges, parts=parts)
+        size = linear.group.size()
+        linear.pending = PendingGather(
+            gathered=output, input=input, ranges=ranges, size=size, send=send
+        )
         linear.pending.begin_next()
         return True
 
@@ -184,12 +186,14 @@ class ForwardOverlap:
         linear.pending = None
         return pending.result
 
-    def _role(self, linear: _Linear, whole: Tensor) -> str | None:
-        """The role of a linear's collective if it goes compressed, else None."""
+    def _begin(
+        self, linear: _Linear, whole: Tensor, ranges: list[tuple[int, int]]
+    ) -> SendPart | None:
+        """What sends a linear's chunks; None where its collective is to be done as a whole."""
         role = self._scope.role_of_a("forward")
-        if role is None or not self._accepts(whole, linear.group):
+        if role is None or len(ranges) < 2 or not self._accepts(whole, linear.group):
             return None
-        return role if self._router.compresses(role, linear.collective, whole) else None
+        return self._router.parts(role, linear.collective, whole, linear.group)
 
     def _ranges(self, linear: _Linear, slice_: Tensor) -> list[tuple[int, int]]:
         """The tokens of a rank's slice, chunk by chunk: [s, b, n] of an all-reduce is one slice."""
@@ -206,12 +210,11 @@ class ForwardOverlap:
         if not plain_product(input, other) or input.shape[0] % size:
             return None
         product = input.new_empty(*input.shape[:-1], other.shape[1])
-        role = self._role(linear, product)
         sliced = slices(product, size)
         ranges = self._ranges(linear, sliced[0])
-        if role is None or len(ranges) < 2:
+        send = self._begin(linear, product, ranges)
+        if send is None:
             return None
-        parts = self._router.parts(role, linear.collective, product, linear.group)
         scatters = linear.collective == "reduce_scatter"
         result = torch.empty_like(sliced[0]) if scatters else product
         linear.pending = pending = PendingSum(product=product, result=result)
@@ -220,9 +223,9 @@ class ForwardOverlap:
             multiply(first, last)
             chunk = sliced[:, first:last]
             if scatters:
-                work = parts.reduce_scatter(result[first:last].view(-1), chunk.view(size, -1))
+                work = send(result[first:last].view(-1), chunk.view(size, -1))
             else:
-                work = parts.all_reduce(chunk[0])
+                work = send(chunk[0], chunk[0])
             if pending.last is not None:
                 pending.last.wait()
             pending.last = work

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_taco.collectives.parts import Parts
+from megatron_taco.collectives.parts import SendPart
 from megatron_taco.collectives.work import Work
 
 
@@ -39,14 +39,16 @@ class PendingGather:
         gathered: where it goes, [s, b, k].
         input: this rank's slice [s/P, b, k].
         ranges: tokens of a slice, chunk by chunk.
-        parts: sends them.
+        size: ranks P.
+        send: sends them.
         works: the messages begun.
     """
 
     gathered: Tensor
     input: Tensor
     ranges: list[tuple[int, int]]
-    parts: Parts
+    size: int
+    send: SendPart
     works: list[Work] = field(default_factory=list)
 
     def begin_next(self) -> None:
@@ -54,9 +56,8 @@ class PendingGather:
         if len(self.works) == len(self.ranges):
             return
         first, last = self.ranges[len(self.works)]
-        size = self.parts.group.size()
-        output = slices(self.gathered, size)[:, first:last].view(size, -1)
-        self.works.append(self.parts.all_gather(output, self.input[first:last].reshape(-1)))
+        output = slices(self.gathered, self.size)[:, first:last].view(self.size, -1)
+        self.works.append(self.send(output, self.input[first:last].reshape(-1)))
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """The tokens of each chunk once it has arrived, the next one being under way."""

@@ -126,7 +126,7 @@ def run_linear(
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Output and gradients of one forward and backward pass, and the counts of its flows.
 
-    There are ``tokens`` for each rank, and ``short`` fewer in all.
+    There are ``tokens`` for each rank, and ``short`` fewer in all. With a log, of a second pass.
     """
     registry, counters = hooks(chunks, min_bytes)
     world = dist.get_world_size()
@@ -145,11 +145,10 @@ def run_linear(
         if transposed:
             values = values.transpose(0, 1).contiguous().transpose(0, 1)
         x = values.requires_grad_()
-        if log is None:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                output, _ = module(x)
-            output.backward(torch.sin(output.detach()))
-        else:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output, _ = module(x)
+        output.backward(torch.sin(output.detach()))
+        if log is not None:  # the first call may have looked for nodes as well
             with log.waits(), log:
                 output, _ = module(x)
                 log.events.append("backward")
