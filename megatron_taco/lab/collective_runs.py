@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_taco.lab import link_check
+from megatron_taco.lab import link_check, plots
 from megatron_taco.lab.collective_cases import Case, cases
 from megatron_taco.lab.link import RankLink
 from megatron_taco.lab.timing import Timer, process_group
@@ -96,9 +96,11 @@ def measure(args: argparse.Namespace) -> int:
             if place is not None:
                 link_check.show(place, checks)
             _show(rows, about, place, usable)
+            report = _report(rows, about, place, checks, usable)
             if args.json is not None:
-                report = _report(rows, about, place, checks, usable)
                 args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            if args.plot is not None:
+                plots.draw(report, args.plot)
         rank = group.rank()
     return 1 if rank == 0 and not usable else 0
 
