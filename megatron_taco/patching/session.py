@@ -10,7 +10,7 @@ from megatron_taco.collectives.router import Router
 from megatron_taco.config import Config
 from megatron_taco.patching import tensor
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
-from megatron_taco.patching.loop import LoopHooks
+from megatron_taco.patching.loop import LoopHooks, StepListener
 from megatron_taco.patching.registry import Applied, Registry
 from megatron_taco.telemetry.counters import Counters, Flow
 from megatron_taco.telemetry.reporter import Reporter
@@ -45,6 +45,10 @@ class Session:
         log_interval: steps between two reports.
         sequence_parallel: whether activations are split over the sequence.
         learned_positions: whether positions are embedded.
+
+    Attributes:
+        step_listeners: called with the step, counted from 0, before each training step, once the
+            session has prepared it.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Session:
                 min_bytes=router.min_bytes,
             )
         self.current_step: int | None = None
+        self.step_listeners: list[StepListener] = []
         self._error_every = config.telemetry.error_every
 
     def _begin_step(self, step: int) -> None:
@@ -94,6 +99,8 @@ class Session:
         if self.router is not None:
             self.router.step = step
             self.router.sampling = bool(self._error_every) and step % self._error_every == 0
+        for listener in self.step_listeners:
+            listener(step)
 
     def _begin_evaluation(self, done: int) -> None:
         if self.router is not None:

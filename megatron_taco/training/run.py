@@ -8,7 +8,7 @@ import io
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -27,18 +27,25 @@ if TYPE_CHECKING:
 OK, FAILED, USER_ERROR = 0, 1, 2
 
 
-def run(path: str, overrides: Sequence[str], *, check_only: bool = False) -> int:
+def run(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    check_only: bool = False,
+    prepare: Callable[[Session], None] | None = None,
+) -> int:
     """Train as ``path`` says; returns the exit code.
 
     Args:
         path: the YAML file.
         overrides: ``dotted.key=value`` strings.
         check_only: stop after Megatron's own parser has accepted the configuration.
+        prepare: given the session before its hooks are put in place; for programs that measure.
     """
     launched = started_by_launcher()
     ranks = ranks_from_environment()
     try:
-        this = _Run(load(path, overrides), ranks, sys.stdout)
+        this = _Run(load(path, overrides), ranks, sys.stdout, prepare)
         return this.check(launched=launched) if check_only else this.execute()
     except ConfigError as error:
         return _complain(ranks, error, USER_ERROR)
@@ -55,10 +62,17 @@ def _complain(ranks: Ranks, error: BaseException, code: int) -> int:
 class _Run:
     """The steps of a run, in order; each is a method."""
 
-    def __init__(self, config: Config, ranks: Ranks, console: IO[str]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        console: IO[str],
+        prepare: Callable[[Session], None] | None,
+    ) -> None:
         self.config = config
         self.ranks = ranks
         self.console = console
+        self.prepare = prepare
         self.folder = RunFolder(config.run.folder)
         self.session: Session | None = None
         self.data_digest: str | None = None
@@ -232,6 +246,8 @@ class _Run:
             learned_positions=args.position_embedding_type == "learned_absolute",
         )
         self.session = session
+        if self.prepare is not None:
+            self.prepare(session)
         session.install(registry)
         stack.callback(session.undo)
         attention = "sdpa" if self.config.model.attention == "auto" else self.config.model.attention

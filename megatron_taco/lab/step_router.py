@@ -1,0 +1,73 @@
+"""A router that the benchmark switches between arms, and that can leave the collectives out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_taco.collectives.router import Plain, Router
+from megatron_taco.collectives.work import Work
+
+
+@dataclass(kw_only=True)
+class ArmRouter(Router):
+    """A router whose collectives can be skipped, to time a step without them.
+
+    The results of a skipped collective are finite and of the right shape, and wrong.
+
+    Attributes:
+        silent: Send nothing.
+    """
+
+    silent: bool = False
+
+    @classmethod
+    def of(cls, router: Router) -> Self:
+        """Returns one with the settings of ``router``."""
+        return cls(**{f.name: getattr(router, f.name) for f in fields(router) if f.init})
+
+    def all_reduce(
+        self, role: str, tensor: Tensor, group: ProcessGroup, async_op: bool, plain: Plain
+    ) -> Any:
+        """Sum ``tensor`` over ``group``, or leave this rank's part in it."""
+        if not self.silent:
+            return super().all_reduce(role, tensor, group, async_op, plain)
+        return _nothing(async_op)
+
+    def reduce_scatter(
+        self,
+        role: str,
+        output: Tensor,
+        input: Tensor,
+        group: ProcessGroup,
+        async_op: bool,
+        plain: Plain,
+    ) -> Any:
+        """Sum ``input`` over ``group``, or copy this rank's slice of it."""
+        if not self.silent:
+            return super().reduce_scatter(role, output, input, group, async_op, plain)
+        output.detach().view(-1).copy_(input.detach().chunk(group.size())[group.rank()].view(-1))
+        return _nothing(async_op)
+
+    def all_gather(
+        self,
+        role: str,
+        output: Tensor,
+        input: Tensor,
+        group: ProcessGroup,
+        async_op: bool,
+        plain: Plain,
+    ) -> Any:
+        """Gather ``input`` over ``group``, or repeat it."""
+        if not self.silent:
+            return super().all_gather(role, output, input, group, async_op, plain)
+        output.detach().view(group.size(), -1).copy_(input.detach().reshape(1, -1))
+        return _nothing(async_op)
+
+
+def _nothing(async_op: bool) -> Work | None:
+    """Returns what a collective returns that has nothing left to do."""
+    return Work.done() if async_op else None
