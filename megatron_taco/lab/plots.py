@@ -6,12 +6,15 @@ reached: raw / wire bytes for a collective, the limit without overlap for a trai
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from megatron_taco.lab import loss_report
 from megatron_taco.lab.link import RankLink
+from megatron_taco.lab.loss_report import UNCOMPRESSED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +30,8 @@ _COLOURS: Final = {
     "int4": "#d55e00",
 }
 _OTHER: Final = "#999999"
+_WINDOW: Final = 20
+"""Steps that a point of a loss's curve is the mean of."""
 _UPRIGHT: Final = 20
 """Bars up to which their figures stand upright in them."""
 _TALL: Final = 0.2
@@ -168,6 +173,30 @@ def _step(figure: Figure, report: Report) -> None:
     )
 
 
+def _losses(figure: Figure, report: Report) -> None:
+    layouts = report["layouts"].values()
+    figure.set_size_inches(9, 0.6 + 2.8 * len(layouts))
+    for axes, layout in zip(_column(figure, len(layouts)), layouts, strict=True):
+        plain = _smooth(layout["runs"][UNCOMPRESSED]["loss"])
+        for name, run in layout["runs"].items():
+            if name == UNCOMPRESSED:
+                continue
+            change = [100 * (b / a - 1) for a, b in zip(plain, _smooth(run["loss"]), strict=True)]
+            steps = range(_WINDOW, _WINDOW + len(change))
+            axes.plot(steps, change, color=_COLOURS.get(name, _OTHER), label=name.upper())
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set_xlabel("step")
+        axes.set_ylabel(f"loss against uncompressed, %,\nmean of {_WINDOW} steps")
+        axes.set_title(f"{report['about']['model']}, {layout['title']}", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _smooth(losses: Sequence[float | None]) -> list[float]:
+    numbers = [loss_report.number(loss) for loss in losses]
+    return [statistics.mean(numbers[i : i + _WINDOW]) for i in range(len(numbers) - _WINDOW + 1)]
+
+
 def _column(figure: Figure, count: int) -> list[Axes]:
     return [row[0] for row in figure.subplots(count, 1, squeeze=False)]
 
@@ -212,4 +241,5 @@ _DRAWERS: Final[dict[str, Callable[[Figure, Report], None]]] = {
     "kernels": _kernels,
     "collectives": _collectives,
     "step": _step,
+    "losses": _losses,
 }

@@ -189,6 +189,24 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def describe(report: Mapping[str, Any]) -> str:
+    """Returns the model, the layout and the turns of a report."""
+    about = report["about"]
+    ranks = about["tensor_model_parallel_size"] or 1
+    parallel = f"tensor parallel {ranks}"
+    if about["sequence_parallel"]:
+        parallel += " with sequence parallelism"
+    if (about["pipeline_model_parallel_size"] or 1) > 1:
+        parallel += f", pipeline parallel {about['pipeline_model_parallel_size']}"
+    return (
+        f"{about['model']} ({about['num_layers']} layers, hidden {about['hidden_size']}, sequence "
+        f"{about['seq_length']}, micro-batch {about['micro_batch_size']}, global batch "
+        f"{about['global_batch_size']}), {parallel}, megatron-core "
+        f"{about['versions']['megatron-core']}, torch attention; {about['cycles']} cycles of "
+        f"{about['steps']} steps an arm, {about['settle']} before each not counted"
+    )
+
+
 def spread(values: Sequence[float]) -> str:
     """Returns the median with the least and the most, in as many digits as are worth reading."""
     digits = 0 if max(values) >= 1000 else 1 if max(values) >= 10 else 2

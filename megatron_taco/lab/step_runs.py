@@ -159,30 +159,17 @@ def _about(args: argparse.Namespace, config: Config) -> dict[str, Any]:
     }
 
 
-def describe(report: Mapping[str, Any]) -> str:
-    """Returns one line on what was measured where, for above the table."""
-    about, place = report["about"], report["place"]
-    where = "all ranks on one GPU, " if place and place["shared_gpu"] else ""
-    link = RankLink.of(place).link if place else "the links that are there"
-    return (
-        f"{about['model']} ({about['num_layers']} layers, hidden {about['hidden_size']}, sequence "
-        f"{about['seq_length']}, micro-batch {about['micro_batch_size']}, global batch "
-        f"{about['global_batch_size']}), tensor parallel "
-        f"{about['tensor_model_parallel_size'] or 1}, {about['ranks']} ranks, {about['backend']}, "
-        f"{about['device']}, {where}{link}; torch {about['versions']['torch']}, megatron-core "
-        f"{about['versions']['megatron-core']}; block {about['block']}, scales {about['scales']}; "
-        f"{about['cycles']} cycles of {about['steps']} steps an arm, {about['settle']} before each "
-        "not counted; medians, least-most in brackets"
-    )
-
-
 def show(report: Mapping[str, Any]) -> None:
     """Prints a report as a table."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
-    console.print(describe(report))
+    console.print(
+        f"{step_report.describe(report)}. {plots.where(report)}; torch "
+        f"{report['about']['versions']['torch']}, block {report['about']['block']}, scales "
+        f"{report['about']['scales']}; medians, least-most in brackets"
+    )
     table = Table(title=None if report["usable"] else "UNUSABLE: the link is faster than it says")
     head, rows = step_report.table(report)
     for index, name in enumerate(head):

@@ -65,6 +65,21 @@ KERNELS: dict[str, Any] = {
 }
 
 
+LOSSES: dict[str, Any] = {
+    "benchmark": "losses",
+    "about": {"model": "small"},
+    "layouts": {
+        "tp2": {
+            "title": "TP 2",
+            "runs": {
+                "uncompressed": {"loss": [3.0 - i / 50 for i in range(40)]},
+                "int4": {"loss": [3.1 - i / 50 for i in range(40)]},
+            },
+        }
+    },
+}
+
+
 def _texts(path: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))
 
@@ -75,8 +90,9 @@ def _texts(path: Path) -> list[str]:
         (STEP, ["1.68", "98% of the limit", "times as fast as the plain step"]),
         (COLLECTIVES, ["1.85", "16 MiB", "two-shot", "INT6"]),
         (KERNELS, ["0.87", "0.93", "reduce encode of 2"]),
+        (LOSSES, ["small, TP 2", "INT4", "mean of 20 steps"]),
     ],
-    ids=["step", "collectives", "kernels"],
+    ids=["step", "collectives", "kernels", "losses"],
 )
 def test_an_svg_says_what_the_report_says(
     report: dict[str, Any], texts: list[str], tmp_path: Path
@@ -106,8 +122,8 @@ def test_the_place_is_told() -> None:
 
 
 def test_an_unknown_report_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'losses'; allowed: kernels, collectives, step"):
-        plots.draw({"benchmark": "losses"}, tmp_path / "plot.svg")
+    with pytest.raises(ValueError, match=r"'links'; allowed: kernels, collectives, step, losses"):
+        plots.draw({"benchmark": "links"}, tmp_path / "plot.svg")
 
 
 @pytest.mark.parametrize("benchmark", ["collectives", "step"])
