@@ -2,8 +2,8 @@
 
 A step's time is that from its start to the start of the next: all that a training step costs, the
 loop around it included. The device is idle when the clock is read, and the first rank prints a line
-a cycle. Nothing in the trainer knows of this: it is given the session before training, puts its
-router in the place of the session's, and hears of every step.
+a cycle. Nothing in the trainer knows of this: it makes the session, with a router of its
+own, and hears of every step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,24 +75,24 @@ class StepDriver:
         self._peaks: list[int] = []
         self.steps: Steps | None = None
 
-    def prepare(self, session: Session, config: Config) -> None:
-        """Takes over a session whose hooks are not in place yet.
+    def make_session(self, config: Config, **arguments: Any) -> Session:
+        """Returns the session of the run, with a router that takes turns.
 
         Args:
-            session: Of the run.
-            config: Of the run; the settings of the compressors but for the format.
+            config: Of the run; its compressor's settings but for the format are those of all arms.
+            **arguments: Of :class:`Session`.
         """
+        session = Session(config, router_type=ArmRouter, step_listeners=[self._begin], **arguments)
         self._session = session
-        session.step_listeners.append(self._begin)
-        if session.router is None:
-            return
-        self._router = session.router = ArmRouter.of(session.router)
-        self._roles = session.router.roles
+        if isinstance(session.router, ArmRouter):
+            self._router = session.router
+            self._roles = session.router.roles
         settings = config.compression.tensor_parallel
         for arm in {turn.arm for turn in self._turns} - {PLAIN, SILENT}:
             self._compressors[arm] = compressors.build(
                 settings.compressor, **{**settings.settings(), "format": arm}
             )
+        return session
 
     def _begin(self, step: int) -> None:
         """Ends the step before and puts the arm of this one in place."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -23,11 +23,6 @@ class ArmRouter(Router):
     """
 
     silent: bool = False
-
-    @classmethod
-    def of(cls, router: Router) -> Self:
-        """Returns one with the settings of ``router``."""
-        return cls(**{f.name: getattr(router, f.name) for f in fields(router) if f.init})
 
     def all_reduce(
         self, role: str, tensor: Tensor, group: ProcessGroup, async_op: bool, plain: Plain

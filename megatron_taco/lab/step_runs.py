@@ -65,11 +65,7 @@ def measure(args: argparse.Namespace) -> int:
         ),
     ]
     with contextlib.redirect_stdout(io.StringIO()):
-        code = run(
-            str(path),
-            overrides,
-            prepare=lambda session: driver.prepare(session, load(path, overrides)),
-        )
+        code = run(str(path), overrides, make_session=driver.make_session)
     if code not in (OK, USER_ERROR):
         return code  # the folder stays: the trainer's message names the logs in it
     config = None if code else load(path, overrides)

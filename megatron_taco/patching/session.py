@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -16,7 +17,9 @@ from megatron_taco.telemetry.counters import Counters, Flow
 from megatron_taco.telemetry.reporter import Reporter
 
 
-def tensor_parallel_router(config: Config, counters: Counters) -> Router:
+def tensor_parallel_router(
+    config: Config, counters: Counters, router_type: type[Router] = Router
+) -> Router:
     """The router of the tensor-parallel axis from ``compression.tensor_parallel``."""
     settings = config.compression.tensor_parallel
     roles = {
@@ -25,7 +28,7 @@ def tensor_parallel_router(config: Config, counters: Counters) -> Router:
         "tp.embedding": settings.embedding,
         "tp.output_layer": settings.output_layer,
     }
-    return Router(
+    return router_type(
         compressor=compressors.build(settings.compressor, **settings.settings()),
         algorithm=settings.algorithm,
         roles=frozenset(role for role, on in roles.items() if on),
@@ -45,8 +48,7 @@ class Session:
         log_interval: steps between two reports.
         sequence_parallel: whether activations are split over the sequence.
         learned_positions: whether positions are embedded.
-
-    Attributes:
+        router_type: what routes the collectives; a program that measures brings its own.
         step_listeners: called with the step, counted from 0, before each training step, once the
             session has prepared it.
     """
@@ -60,6 +62,8 @@ class Session:
         log_interval: int,
         sequence_parallel: bool,
         learned_positions: bool,
+        router_type: type[Router] = Router,
+        step_listeners: Sequence[StepListener] = (),
     ) -> None:
         compressing = config.compression.tensor_parallel.enabled
         self.counters = Counters(tensor.all_flows() if compressing else [])
@@ -74,7 +78,7 @@ class Session:
         self.router: Router | None = None
         self.check: FlowCheck | None = None
         if compressing:
-            router = tensor_parallel_router(config, self.counters)
+            router = tensor_parallel_router(config, self.counters, router_type)
             self.router = router
             self.check = FlowCheck(
                 totals=self.reporter.totals,
@@ -87,7 +91,7 @@ class Session:
                 min_bytes=router.min_bytes,
             )
         self.current_step: int | None = None
-        self.step_listeners: list[StepListener] = []
+        self._step_listeners = tuple(step_listeners)
         self._error_every = config.telemetry.error_every
 
     def _begin_step(self, step: int) -> None:
@@ -99,7 +103,7 @@ class Session:
         if self.router is not None:
             self.router.step = step
             self.router.sampling = bool(self._error_every) and step % self._error_every == 0
-        for listener in self.step_listeners:
+        for listener in self._step_listeners:
             listener(step)
 
     def _begin_evaluation(self, done: int) -> None:

@@ -32,7 +32,7 @@ def run(
     overrides: Sequence[str],
     *,
     check_only: bool = False,
-    prepare: Callable[[Session], None] | None = None,
+    make_session: Callable[..., Session] | None = None,
 ) -> int:
     """Train as ``path`` says; returns the exit code.
 
@@ -40,12 +40,13 @@ def run(
         path: the YAML file.
         overrides: ``dotted.key=value`` strings.
         check_only: stop after Megatron's own parser has accepted the configuration.
-        prepare: given the session before its hooks are put in place; for programs that measure.
+        make_session: makes the session from the arguments of :class:`Session`, by default that
+            class; for programs that measure.
     """
     launched = started_by_launcher()
     ranks = ranks_from_environment()
     try:
-        this = _Run(load(path, overrides), ranks, sys.stdout, prepare)
+        this = _Run(load(path, overrides), ranks, sys.stdout, make_session)
         return this.check(launched=launched) if check_only else this.execute()
     except ConfigError as error:
         return _complain(ranks, error, USER_ERROR)
@@ -67,12 +68,12 @@ class _Run:
         config: Config,
         ranks: Ranks,
         console: IO[str],
-        prepare: Callable[[Session], None] | None,
+        make_session: Callable[..., Session] | None,
     ) -> None:
         self.config = config
         self.ranks = ranks
         self.console = console
-        self.prepare = prepare
+        self.make_session = make_session
         self.folder = RunFolder(config.run.folder)
         self.session: Session | None = None
         self.data_digest: str | None = None
@@ -237,7 +238,7 @@ class _Run:
 
         set_global_variables(args)
         repair(registry)
-        session = Session(
+        session = (self.make_session or Session)(
             self.config,
             stream=self.console,
             metrics=self.folder.metrics,
@@ -246,8 +247,6 @@ class _Run:
             learned_positions=args.position_embedding_type == "learned_absolute",
         )
         self.session = session
-        if self.prepare is not None:
-            self.prepare(session)
         session.install(registry)
         stack.callback(session.undo)
         attention = "sdpa" if self.config.model.attention == "auto" else self.config.model.attention
