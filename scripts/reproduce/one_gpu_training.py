@@ -43,7 +43,7 @@ MODELS: dict[str, list[str]] = {
         "megatron.eval_iters=5",
     ],
     "small": [
-        "model.num_layers=6",
+        "model.num_layers=4",
         "model.hidden_size=512",
         "model.num_attention_heads=8",
         "model.max_position_embeddings=512",
@@ -51,8 +51,6 @@ MODELS: dict[str, list[str]] = {
         "megatron.seq_length=512",
         "megatron.micro_batch_size=16",
         "megatron.global_batch_size=16",
-        "megatron.lr=1e-3",
-        "megatron.min_lr=1e-4",
         "megatron.lr_warmup_iters=20",
         "megatron.lr_decay_iters=null",  # as long as the run
         "megatron.eval_iters=10",
@@ -107,6 +105,7 @@ class Runs:
     def _start(self, layout: str, arm: str) -> subprocess.Popen[bytes]:
         _, ranks, overrides = LAYOUTS[layout]
         mode = ["mode=off"] if arm == UNCOMPRESSED else ["mode=on", f"format={arm}"]
+        print(f"training: {layout}, {arm}", file=sys.stderr, flush=True)
         return subprocess.Popen(
             [
                 *(sys.executable, "-m", "megatron_taco.lab.shared_gpu", "--ranks", str(ranks)),
@@ -118,7 +117,8 @@ class Runs:
                 *self.common,
                 *overrides,
                 *(f"{COMPRESSION}.{setting}" for setting in mode),
-            ]
+            ],
+            stdout=subprocess.DEVNULL,  # what it prints is in the run folder's metrics as well
         )
 
     def _fail(self, name: str, code: int) -> None:
