@@ -15,6 +15,7 @@ import importlib.util
 import sys
 import tempfile
 from pathlib import Path
+from typing import Final
 
 from megatron_taco.cli.lab_arguments import count, gpu_mode
 from megatron_taco.lab.bench_collectives import FORMATS, SCALES
@@ -22,7 +23,9 @@ from megatron_taco.lab.bench_where import add_where_arguments, on_ranks, start, 
 from megatron_taco.lab.link import LabError
 from megatron_taco.lab.plot_file import plot_file
 from megatron_taco.lab.step_config import UNCOMPRESSED
+from megatron_taco.lab.step_schedule import AUTO
 
+ARMS: Final = (*FORMATS, AUTO)
 _SDPA = "sdpa"
 _TE = "transformer_engine"
 
@@ -45,10 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--formats",
-        type=words(FORMATS),
+        type=words(ARMS),
         default="e4m3,int8,int6,int4",
         metavar="LIST",
-        help=f"of {', '.join(FORMATS)} (default: e4m3,int8,int6,int4)",
+        help=f"of {', '.join(ARMS)} (default: e4m3,int8,int6,int4); auto compresses the messages "
+        "that its policy chooses, with the first of the others or e4m3",
     )
     what.add_argument("--block", type=count, default=256, choices=(32, 64, 128, 256, 512))
     what.add_argument("--scales", default="dual", choices=SCALES)

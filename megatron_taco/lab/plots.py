@@ -30,6 +30,7 @@ _COLOURS: Final = {
     "int4": "#d55e00",
 }
 _OTHER: Final = "#999999"
+_PALE: Final = 0.55
 _WINDOW: Final = 20
 """Steps that a point of a loss's curve is the mean of."""
 _UPRIGHT: Final = 20
@@ -44,7 +45,7 @@ class Bar:
 
     Attributes:
         group: What stands below the group.
-        format: The code format; names the colour.
+        format: The code format, which names the colour; with more words after it a paler one.
         value: Its height.
         low: Lower end of the whisker.
         high: Upper end.
@@ -123,7 +124,7 @@ def _collectives(figure: Figure, report: Report) -> None:
         bars = [
             Bar(
                 group=_operation(row),
-                format=row["format"],
+                format=code(row),
                 value=row["ratio"],
                 low=min(_ratios(row)),
                 high=max(_ratios(row)),
@@ -137,6 +138,16 @@ def _collectives(figure: Figure, report: Report) -> None:
         axes.set_ylabel("times as fast as plain")
         axes.set_title(f"{size / 2**20:.4g} MiB", fontsize=9)
     figure.suptitle(f"Collectives, {where(report)}; marks: raw / wire bytes", fontsize=9)
+
+
+def code(row: Mapping[str, Any]) -> str:
+    """Returns the code of a row of ``bench collectives``: its format, and what is not the rule."""
+    words = [row["format"]]
+    if row["rotation"] != "hadamard":
+        words.append("unrotated")
+    if row["scales"] != "dual":
+        words.append(row["scales"].replace("_", " "))
+    return " ".join(words)
 
 
 def _operation(row: Mapping[str, Any]) -> str:
@@ -213,9 +224,12 @@ def _bars(axes: Axes, bars: Sequence[Bar], *, legend: bool = True) -> None:
     for bar in bars:
         slot = slots.index(bar.format) if legend else 0
         x = groups.index(bar.group) + (slot - (len(slots) - 1) / 2) * width
-        label = None if bar.format in labelled else bar.format.upper()
+        name, _, rest = bar.format.partition(" ")
+        label = None if bar.format in labelled else f"{name.upper()} {rest}".strip()
         labelled.add(bar.format)
-        axes.bar(x, bar.value, width * 0.9, color=_COLOURS.get(bar.format, _OTHER), label=label)
+        alpha = _PALE if rest else 1
+        colour = _COLOURS.get(name, _OTHER)
+        axes.bar(x, bar.value, width * 0.9, color=colour, alpha=alpha, label=label)
         axes.vlines(x, bar.low, bar.high, color="black", linewidth=1)
         if bar.mark is not None:
             axes.hlines(bar.mark, x - width * 0.45, x + width * 0.45, color="black", linewidth=2)

@@ -80,7 +80,7 @@ def _title(page: Path) -> str:
 
 def _collectives(report: Report) -> list[str]:
     head = ["operation", "algorithm", "format", "MiB", "plain ms", "ours ms"]
-    head += ["plain / ours", "raw / wire", "error"]
+    head += ["plain / ours", "raw / wire", "error", "memory"]
     rows = []
     for row in report["rows"]:
         ratios = [a / b for a, b in zip(row["plain_s"], row["ours_s"], strict=True)]
@@ -88,16 +88,21 @@ def _collectives(report: Report) -> list[str]:
             [
                 row["operation"],
                 row["algorithm"],
-                row["format"],
+                plots.code(row),
                 f"{row['size'] / 2**20:.4g}",
                 step_report.spread([_MS * s for s in row["plain_s"]]),
                 step_report.spread([_MS * s for s in row["ours_s"]]),
                 step_report.spread(ratios),
                 f"{row['raw'] / row['wire']:.2f}" if row["wire"] else "-",
                 f"{row['error']:.2%}",
+                "-" if row["extra"] is None else f"{row['extra'] / row['size']:.2f}",
             ]
         )
-    return markdown_table(head, rows)
+    return [
+        *markdown_table(head, rows),
+        "",
+        "Memory: what our call allocates at most, in sizes of the whole tensor.",
+    ]
 
 
 def _kernels(report: Report) -> list[str]:
@@ -138,8 +143,8 @@ def _ranks(report: Report) -> str:
     about, checks = report["about"], report["link_check"]
     text = (
         f"{plots.where(report)}; torch {about['versions']['torch']}, CUDA {about['cuda']}, Python "
-        f"{about['python']}, BF16, block {about['block']}, scales {about['scales']}. Medians, "
-        "least and most in brackets."
+        f"{about['python']}, BF16, block {about['block']}. "
+        "Medians, least and most in brackets."
     )
     if checks:
         shares = [check["share"] for check in checks if check["pattern"] == "one way"]
@@ -148,7 +153,7 @@ def _ranks(report: Report) -> str:
 
 
 def _trained(report: Report) -> str:
-    return f"{step_report.describe(report)}. {_ranks(report)}"
+    return f"{step_report.describe(report)}, scales {report['about']['scales']}. {_ranks(report)}"
 
 
 def _graphs(report: Report) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from megatron_taco.lab.step_schedule import AUTO
+
 UNCOMPRESSED: Final[dict[str, tuple[str, ...]]] = {
     "sdpa": (),
     "megatron": ("model.attention=megatron",),
@@ -73,7 +75,8 @@ def forced(
 
     Args:
         folder: Run folder's parent.
-        formats: The compressed arms; none turns compression off.
+        formats: The compressed arms; ``auto`` measures and decides for the first of the others,
+            or for E4M3; none turns compression off.
         block: Elements that share a scale.
         scales: How scales are sent.
         uncompressed: A key of ``UNCOMPRESSED``; with compression it has to be ``sdpa``.
@@ -110,5 +113,11 @@ def _compression(formats: Sequence[str], block: int, scales: str) -> list[str]:
     section = "compression.tensor_parallel"
     if not formats:
         return [f"{section}.mode=off"]
-    values = {"mode": "on", "format": formats[0], "block": block, "scales": scales, "start_step": 0}
+    values = {
+        "mode": "auto" if AUTO in formats else "on",
+        "format": next((name for name in formats if name != AUTO), "e4m3"),
+        "block": block,
+        "scales": scales,
+        "start_step": 0,
+    }
     return [f"{section}.{key}={value}" for key, value in values.items()]

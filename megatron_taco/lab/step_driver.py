@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_taco import compressors
+from megatron_taco.collectives.policy import Policy
 from megatron_taco.compressors import Compressor
 from megatron_taco.config import Config
 from megatron_taco.lab import link_check
 from megatron_taco.lab.link import RankLink
 from megatron_taco.lab.step_router import ArmRouter
-from megatron_taco.lab.step_schedule import PLAIN, SILENT, Schedule, Turn
+from megatron_taco.lab.step_schedule import AUTO, PLAIN, SILENT, Schedule, Turn
 from megatron_taco.patching.session import Session
 
 _CHECK_BYTES = 16 << 20
@@ -69,6 +70,7 @@ class StepDriver:
         self._router: ArmRouter | None = None
         self._roles: frozenset[str] = frozenset()
         self._compressors: dict[str, Compressor] = {}
+        self._policy: Policy | None = None
         self._checks: list[link_check.Check] = []
         self._started: list[float] = []
         self._counts: list[tuple[int, int, int, int]] = []
@@ -89,15 +91,17 @@ class StepDriver:
             self._roles = session.router.roles
         settings = config.compression.tensor_parallel
         for arm in {turn.arm for turn in self._turns} - {PLAIN, SILENT}:
-            self._compressors[arm] = compressors.build(
-                settings.compressor, **{**settings.settings(), "format": arm}
-            )
+            values = settings.settings() if arm == AUTO else {**settings.settings(), "format": arm}
+            self._compressors[arm] = compressors.build(settings.compressor, **values)
         return session
 
     def _begin(self, step: int) -> None:
         """Ends the step before and puts the arm of this one in place."""
-        if step == 0 and self._place is not None:
-            self._checks = self._check_link(self._place)
+        if step == 0:
+            if self._router is not None:
+                self._policy = self._router.policy  # the session has made it just now
+            if self._place is not None:
+                self._checks = self._check_link(self._place)
         torch.cuda.synchronize()
         self._started.append(time.perf_counter())
         self._counts.append(self._count())
@@ -117,6 +121,7 @@ class StepDriver:
             return
         router.silent = turn.arm == SILENT
         router.roles = frozenset() if turn.arm == PLAIN else self._roles
+        router.policy = self._policy if turn.arm == AUTO else None
         if turn.arm in self._compressors:
             router.compressor = self._compressors[turn.arm]
 

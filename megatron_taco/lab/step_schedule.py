@@ -1,8 +1,8 @@
 """Which arm of ``bench step`` each training step belongs to. Plain data, no torch.
 
-The arms take turns in one run: plain, compressed by each format, and silent (the tensor-parallel
-collectives left out). Each turn of another arm lies between two plain ones, which it is compared
-with, so that what drifts during the run drifts in both.
+The arms take turns in one run: plain, compressed by each format or as the policy ``auto`` decides,
+and silent (the tensor-parallel collectives left out). Each turn of another arm lies between two
+plain ones, which it is compared with, so that what drifts during the run drifts in both.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 PLAIN: Final = "plain"
+AUTO: Final = "auto"
 SILENT: Final = "silent"
 _WARM_UP: Final = -1
 _WARM_UP_STEPS: Final = 2
@@ -22,7 +23,7 @@ class Turn:
     """Consecutive steps of one arm.
 
     Attributes:
-        arm: ``plain``, ``silent`` or a code format.
+        arm: ``plain``, ``silent``, ``auto`` or a code format.
         cycle: Counted from 0; -1 for the warm-up, of which nothing counts.
         settle: Steps at the start that do not count.
         steps: Steps that count.
@@ -72,8 +73,8 @@ def schedule(formats: Sequence[str], *, cycles: int, settle: int, steps: int) ->
     """Returns the turns of a run.
 
     Args:
-        formats: The compressed arms. Without any, nothing but plain steps: another uncompressed
-            configuration is timed so.
+        formats: The compressed arms, ``auto`` among them or not. Without any, nothing but plain
+            steps: another uncompressed configuration is timed so.
         cycles: How often every arm has its turn, at least 1.
         settle: Steps after a change of arm that do not count.
         steps: Steps of a turn that count, at least 1.

@@ -35,6 +35,9 @@ COLLECTIVES: dict[str, Any] = {
             "operation": "all_reduce",
             "algorithm": algorithm,
             "format": format,
+            "rotation": rotation,
+            "scales": "dual",
+            "extra": None,
             "size": size << 20,
             "raw": 100,
             "wire": 50,
@@ -44,7 +47,7 @@ COLLECTIVES: dict[str, Any] = {
         }
         for size in (1, 16)
         for algorithm in ("one_shot", "two_shot")
-        for format in ("e4m3", "int6")
+        for format, rotation in (("e4m3", "hadamard"), ("e4m3", "none"), ("int6", "hadamard"))
     ],
 }
 KERNELS: dict[str, Any] = {
@@ -88,7 +91,7 @@ def _texts(path: Path) -> list[str]:
     ("report", "texts"),
     [
         (STEP, ["1.68", "98% of the limit", "times as fast as the plain step"]),
-        (COLLECTIVES, ["1.85", "16 MiB", "two-shot", "INT6"]),
+        (COLLECTIVES, ["1.85", "16 MiB", "two-shot", "INT6", "E4M3 unrotated"]),
         (KERNELS, ["0.87", "0.93", "reduce encode of 2"]),
         (LOSSES, ["small, TP 2", "INT4", "mean of 20 steps"]),
     ],

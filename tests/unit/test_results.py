@@ -98,6 +98,7 @@ def test_parts_run_once_and_make_a_page(tmp_path: Path) -> None:
     )
     assert "tensor parallel 2 with sequence parallelism" in text
     assert "| all_reduce | two_shot | int6 | 16 |" in text
+    assert "| all_reduce | one_shot | e4m3 unrotated | 1 |" in text
     assert "| encode | e4m3 | 60.7 | 4 | 3 .. 4 | 87.0% |" in text
     assert text.count("**Unusable: the link was faster than it says.**") == 1
     assert "Link check, one way: 1.013 × bytes / rate." in text
