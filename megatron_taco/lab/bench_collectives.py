@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from megatron_taco.cli.lab_arguments import checked, count, microseconds
-from megatron_taco.lab.bench_where import add_where_arguments, on_ranks, start, words
+from megatron_taco.cli.lab_arguments import checked, count, microseconds, words
+from megatron_taco.lab.bench_where import add_where_arguments, on_ranks, start
 from megatron_taco.lab.link import LabError
 from megatron_taco.lab.plot_file import plot_file
 from megatron_taco.lab.sizes import parse_sizes

@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from megatron_taco.cli.lab_arguments import count, gpu_mode
+from megatron_taco.cli.lab_arguments import count, gpu_mode, words
 from megatron_taco.lab.bench_collectives import FORMATS, SCALES
-from megatron_taco.lab.bench_where import add_where_arguments, on_ranks, start, words
+from megatron_taco.lab.bench_where import add_where_arguments, on_ranks, start
 from megatron_taco.lab.link import LabError
 from megatron_taco.lab.plot_file import plot_file
 from megatron_taco.lab.step_config import UNCOMPRESSED

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron_taco.cli.lab_arguments import (
     add_gpu_arguments,
     add_link_arguments,
-    checked,
     count,
     gpu_mode,
 )
@@ -59,16 +58,3 @@ def start(args: argparse.Namespace, command: Sequence[str]) -> int:
             "RATE, --lab NAME or --ranks N"
         )
     return in_lab(args, list(command), quiet=True)
-
-
-def words(allowed: Sequence[str]) -> Callable[[str], list[str]]:
-    """Returns a type for argparse: a list of some of ``allowed``."""
-
-    def parse(text: str) -> list[str]:
-        found = [word.strip() for word in text.split(",")]
-        for word in found:
-            if word not in allowed:
-                raise ValueError(f"{word!r} is none of {', '.join(allowed)}")
-        return found
-
-    return checked(parse)

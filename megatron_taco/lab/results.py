@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from megatron_taco.cli.lab_arguments import words
 from megatron_taco.lab import results_page
-from megatron_taco.lab.bench_where import words
 from megatron_taco.lab.plot_file import plot_file
 
 TIMEOUT_S: Final = 540.0

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from megatron_taco.cli.lab_arguments import words
 from megatron_taco.compressors.dispatch import kernels_on
 from megatron_taco.config import load
 from megatron_taco.lab import loss_report
 from megatron_taco.lab.bench_collectives import FORMATS
-from megatron_taco.lab.bench_where import words
 from megatron_taco.lab.loss_report import UNCOMPRESSED
 from megatron_taco.lab.markdown import markdown_table
 from megatron_taco.training.run_folder import environment
