@@ -106,9 +106,21 @@ class DropIn:
         registry.claim("startup.setup_model_and_optimizer", OWNER, self._start_before)
         registry.claim("startup.pretrain", OWNER, self._finish_after)
         self._stack.callback(registry.apply().undo)  # a Megatron that is not known goes no further
+        self._rebind_importers()
         repairs = Registry()
         repair(repairs)
         self._stack.callback(repairs.apply().undo)
+
+    def _rebind_importers(self) -> None:
+        """Modules of the script's may have imported the two functions by value before."""
+        loop = sys.modules["megatron.training.training"]
+        ours = [loop.setup_model_and_optimizer, loop.pretrain]
+        by_original = {id(function.__wrapped__): function for function in ours}
+        for module in list(sys.modules.values()):
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                if id(value) in by_original:
+                    setattr(module, name, by_original[id(value)])
+                    self._stack.callback(setattr, module, name, value)
 
     def _start_before(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
         @functools.wraps(original)
