@@ -18,6 +18,9 @@ RDZV=${RDZV:-localhost:0}                 # port 0: any, on one machine
 SAVE=${SAVE:?the folder of the checkpoints, on storage that all machines share}
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1
+# A store of its own for each attempt. In the one that torchrun's agents share by default the second
+# attempt of a gloo group never got past init_process_group (torch 2.11, with and without us).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # shellcheck disable=SC2046,SC2086
 exec torchrun --nnodes "$NODES" --nproc-per-node "$PROCS" --max-restarts "$RESTARTS" \
