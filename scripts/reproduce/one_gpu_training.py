@@ -134,7 +134,7 @@ def main() -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     settings = load(CONFIG).compression.tensor_parallel
-    fused = kernels_on(torch.device("cuda", 0), settings.format, settings.scales) is not None
+    fused = kernels_on(torch.device("cuda", 0), settings.scales) is not None
     compressor = "Fused kernels" if fused else "Plain-torch compressor"
     lines = [
         "## GPT-350M on one GPU, ranks sharing it",
