@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +19,7 @@ from megatron_taco.cli.lab_arguments import (
     count,
     gpu_mode,
     microseconds,
+    words,
 )
 from megatron_taco.lab.link import LabError
 from megatron_taco.lab.sizes import parse_sizes
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         what.add_argument(
             f"--{name}",
-            type=_words(allowed),
+            type=words(allowed),
             default=default,
             metavar="LIST",
             help=f"of {', '.join(allowed)} (default: {default})",
@@ -109,16 +109,3 @@ def _start(args: argparse.Namespace) -> int:
             "RATE, --lab NAME or --ranks N"
         )
     return in_lab(args, command, quiet=True)
-
-
-def _words(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """Returns a type for argparse: a list of some of ``allowed``."""
-
-    def parse(text: str) -> list[str]:
-        words = [word.strip() for word in text.split(",")]
-        for word in words:
-            if word not in allowed:
-                raise ValueError(f"{word!r} is none of {', '.join(allowed)}")
-        return words
-
-    return checked(parse)
