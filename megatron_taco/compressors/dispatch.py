@@ -1,9 +1,9 @@
 """The one point at which compressors reach their kernels.
 
 CUDA tensors are taken by Triton kernels where Triton is installed, the GPU has compute capability
-8.0 and the kernels of those scales have been shown on a GPU to give the very bytes of the torch
-code (``tests/gpu``); all others by the compressor's own torch code. With ``TRITON_INTERPRET=1``
-Triton's interpreter runs the kernels on CPU tensors, for tests.
+8.0 and the kernels of that format and those scales have been shown on a GPU to give the very bytes
+of the torch code (``tests/gpu``); all others by the compressor's own torch code. With
+``TRITON_INTERPRET=1`` Triton's interpreter runs the kernels on CPU tensors, for tests.
 """
 
 import os
@@ -59,22 +59,24 @@ class Kernels(Protocol):
         """See ``Compressor.warm_up``."""
 
 
-EXACT_ON_GPUS = frozenset({"dual"})
-"""Scales whose kernels gave the bytes of the torch code on a GPU, see docs/results/kernels.md."""
+EXACT_ON_GPUS = frozenset((form, "dual") for form in ("e4m3", "e5m2", "int8", "int6", "int4"))
+"""Format and scales whose kernels gave the bytes of the torch code on a GPU, see
+docs/results/kernels.md."""
 ALL_KERNELS = "MEGATRON_TACO_ALL_KERNELS"
 """Environment variable of tests and benchmarks: with 1, use the other kernels as well."""
 
 
-def kernels_on(device: torch.device, scales: str) -> Kernels | None:
+def kernels_on(device: torch.device, form: str, scales: str) -> Kernels | None:
     """Return the kernels for tensors on ``device``, or None where torch does the work.
 
     Args:
         device: Where the tensors are.
-        scales: The compressor's scales.
+        form: Code format of the compressor.
+        scales: Its scales.
     """
     interpret = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type == "cuda":
-        shown = scales in EXACT_ON_GPUS or os.environ.get(ALL_KERNELS) == "1"
+        shown = (form, scales) in EXACT_ON_GPUS or os.environ.get(ALL_KERNELS) == "1"
         return _load() if shown and not interpret and _capable(device.index) else None
     return _load() if interpret and device.type == "cpu" else None
 

@@ -157,7 +157,7 @@ class Taco(Compressor):
         """Return the kernels that replace the code below on ``device``, if there are any."""
         if self.published_clips:
             return None
-        return kernels_on(device, self.scales)
+        return kernels_on(device, self.format, self.scales)
 
     def reference(self) -> "Taco":
         """Return the same compressor in plain torch on every device: the kernels' oracle."""

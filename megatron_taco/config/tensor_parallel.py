@@ -29,34 +29,40 @@ class TensorParallel(Section):
     """How the all-reduces, reduce-scatters and all-gathers of tensor parallelism travel.
 
     Attributes:
-        mode: `on` compresses, `off` leaves Megatron untouched.
+        mode: `on` compresses, `off` leaves Megatron untouched, `auto` measures before the first
+            step where compression is faster.
         compressor: The method.
         format: Code of one element.
         block: Consecutive elements that share a scale and are rotated together.
         rotation: Orthonormal Hadamard transform of each block before rounding, or none.
         scales: `dual` sends the two FP32 scales of the paper, `merged_*` their quotient.
-        algorithm: `one_shot` has one lossy step, `two_shot` sends less at more than two ranks.
+        algorithm: Of the all-reduce: `one_shot` has one lossy step, `two_shot` sends less at more
+            than two ranks, `hierarchical` sends least between nodes, for groups that span several
+            with two ranks or more each.
         forward: Compress activations.
         backward: Compress the gradients of activations.
         embedding: Also compress the input embedding's traffic.
         output_layer: Also compress the output layer's traffic.
+        forward_chunks: Parts in which a linear's product is made and sent in the forward pass, so
+            that one travels while the next is multiplied; 1 makes it whole.
         min_bytes: Messages smaller than this go plain, in bytes.
         start_step: Iterations that go plain first.
         published_clips: Reproduce the released code's clips (NaN becomes 0); needs dual scales and
             a floating-point format.
     """
 
-    mode: Literal["off", "on"] = "off"
+    mode: Literal["off", "on", "auto"] = "off"
     compressor: Literal["taco"] = "taco"
     format: Literal["e4m3", "e5m2", "int8", "int6", "int4"] = "e4m3"
     block: Annotated[int, BeforeValidator(_block)] = 256
     rotation: Literal["hadamard", "none"] = "hadamard"
     scales: Literal["dual", "merged_fp32", "merged_bf16"] = "dual"
-    algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
+    algorithm: Literal["auto", "one_shot", "two_shot", "hierarchical"] = "auto"
     forward: bool = True
     backward: bool = True
     embedding: bool = False
     output_layer: bool = False
+    forward_chunks: int = Field(default=1, ge=1, le=16)
     min_bytes: Annotated[int, BeforeValidator(parse_size)] = 2**20
     start_step: int = Field(default=0, ge=0)
     published_clips: bool = False
@@ -85,9 +91,15 @@ class TensorParallel(Section):
                 f"true needs one of the formats {', '.join(PUBLISHED_FORMATS)}, but format is "
                 f"{self.format}; set format: e4m3 or published_clips: false",
             )
+        if self.enabled and self.forward_chunks > 1 and not (self.forward or self.output_layer):
+            yield (
+                "forward_chunks",
+                f"{self.forward_chunks} sends compressed activations in parts, but forward and "
+                "output_layer are false; set forward: true or forward_chunks: 1",
+            )
         if self.enabled and not (self.forward or self.backward):
             yield (
                 "mode",
-                "'on' with forward: false and backward: false compresses nothing; "
+                f"{self.mode!r} with forward: false and backward: false compresses nothing; "
                 "set one of them to true, or mode: off",
             )

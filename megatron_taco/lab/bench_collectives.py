@@ -7,26 +7,20 @@ or the loopback that its arguments ask for.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Final
 
-from megatron_taco.cli.lab_arguments import (
-    add_gpu_arguments,
-    add_link_arguments,
-    checked,
-    count,
-    gpu_mode,
-    microseconds,
-    words,
-)
+from megatron_taco.cli.lab_arguments import checked, count, microseconds, words
+from megatron_taco.lab.bench_where import add_where_arguments, on_ranks, start
 from megatron_taco.lab.link import LabError
+from megatron_taco.lab.plot_file import plot_file
 from megatron_taco.lab.sizes import parse_sizes
 
 FORMATS: Final = ("e4m3", "e5m2", "int8", "int6", "int4")
 OPERATIONS: Final = ("all_reduce", "reduce_scatter", "all_gather")
-ALGORITHMS: Final = ("one_shot", "two_shot")
+ALGORITHMS: Final = ("one_shot", "two_shot", "hierarchical")
+ROTATIONS: Final = ("hadamard", "none")
 SCALES: Final = ("dual", "merged_fp32", "merged_bf16")
 
 
@@ -42,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, allowed, default in (
         ("formats", FORMATS, "e4m3,int8,int6,int4"),
         ("operations", OPERATIONS, ",".join(OPERATIONS)),
-        ("algorithms", ALGORITHMS, ",".join(ALGORITHMS)),
+        ("scales", SCALES, "dual"),
     ):
         what.add_argument(
             f"--{name}",
@@ -51,8 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="LIST",
             help=f"of {', '.join(allowed)} (default: {default})",
         )
+    what.add_argument(
+        "--rotation",
+        type=words(ROTATIONS),
+        default=",".join(ROTATIONS),
+        metavar="LIST",
+        help=f"of {', '.join(ROTATIONS)}; if both, integer formats are rotated only (default: "
+        "both: block-scaled FP8 without rotation is the usual alternative)",
+    )
+    what.add_argument(
+        "--algorithms",
+        type=words(ALGORITHMS),
+        metavar="LIST",
+        help=f"of {', '.join(ALGORITHMS)} (default: all that the ranks' nodes allow)",
+    )
+    what.add_argument(
+        "--chunks", type=count, metavar="N", help="of each message (default: by its size)"
+    )
     what.add_argument("--block", type=count, default=256, choices=(32, 64, 128, 256, 512))
-    what.add_argument("--scales", default="dual", choices=SCALES)
     what.add_argument("--repeats", type=count, default=5, metavar="N", help="default: 5")
     what.add_argument(
         "--silence",
@@ -62,18 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="without traffic before each call, so that the link's bucket is full (default: 50ms)",
     )
     what.add_argument("--json", type=Path, metavar="FILE", help="also write all samples there")
-    where = parser.add_argument_group("where, unless torchrun or lab run started the ranks")
-    where.add_argument("--ranks", type=count, metavar="N", help="N ranks over loopback")
-    add_link_arguments(where)
-    where.add_argument("--lab", metavar="NAME", help="use the hosts of this lab, which is up")
-    where.add_argument("--ranks-per-host", type=count, default=1, metavar="K")
-    add_gpu_arguments(where)
+    what.add_argument("--plot", type=plot_file, metavar="FILE", help="draw a .png or .svg")
+    add_where_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; see :func:`megatron_taco.cli.bench.run` for the result."""
     try:
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if on_ranks():
             from megatron_taco.lab.collective_runs import measure
 
             return measure(args)
@@ -85,27 +91,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _start(args: argparse.Namespace) -> int:
     """Starts ranks that run this benchmark."""
-    from megatron_taco.cli.lab import in_lab
-    from megatron_taco.lab.launch import launch
-    from megatron_taco.lab.places import loopback_places
-
     command = [sys.executable, "-m", "megatron_taco.cli", "bench", "collectives"]
-    for name in ("formats", "operations", "algorithms"):
-        command += [f"--{name}", ",".join(getattr(args, name))]
-    command += ["--block", str(args.block), "--scales", args.scales]
+    for name in ("formats", "operations", "scales", "rotation", "algorithms"):
+        if getattr(args, name) is not None:
+            command += [f"--{name}", ",".join(getattr(args, name))]
+    command += ["--block", str(args.block)]
+    if args.chunks is not None:
+        command += ["--chunks", str(args.chunks)]
     command += ["--repeats", str(args.repeats), "--silence", f"{args.silence}us"]
     if args.sizes is not None:
         command += ["--sizes", ",".join(map(str, args.sizes))]
-    if args.json is not None:
-        command += ["--json", str(args.json)]
-    in_link = args.hosts is not None or args.rate is not None or args.lab is not None
-    if args.ranks is not None:
-        if in_link:
-            raise LabError("--ranks is for loopback; hosts with a rate take --ranks-per-host")
-        return launch(command, loopback_places(args.ranks, gpus=gpu_mode(args)))
-    if not in_link:
-        raise LabError(
-            "no ranks: start it with torchrun or megatron-taco lab run, or name --hosts N --rate "
-            "RATE, --lab NAME or --ranks N"
-        )
-    return in_lab(args, command, quiet=True)
+    for name in ("json", "plot"):
+        if getattr(args, name) is not None:
+            command += [f"--{name}", str(getattr(args, name))]
+    return start(args, command)

@@ -240,7 +240,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_taco.compressors.dispatch import ALL_KERNELS, kernels_on
 
     os.environ[ALL_KERNELS] = "1"
-    if not torch.cuda.is_available() or kernels_on(torch.device("cuda", 0), args.scales) is None:
+    if not torch.cuda.is_available() or kernels_on(torch.device("cuda", 0), "e4m3", "dual") is None:
         print(
             "megatron-taco bench kernels: the kernels need a CUDA device of compute capability 8.0 "
             "or newer and Triton; none was found",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -10,13 +11,16 @@ from megatron_taco.collectives.router import Router
 from megatron_taco.config import Config
 from megatron_taco.patching import tensor
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
-from megatron_taco.patching.loop import LoopHooks
+from megatron_taco.patching.loop import LoopHooks, StepListener
+from megatron_taco.patching.preparation import Preparation
 from megatron_taco.patching.registry import Applied, Registry
 from megatron_taco.telemetry.counters import Counters, Flow
 from megatron_taco.telemetry.reporter import Reporter
 
 
-def tensor_parallel_router(config: Config, counters: Counters) -> Router:
+def tensor_parallel_router(
+    config: Config, counters: Counters, router_type: type[Router] = Router
+) -> Router:
     """The router of the tensor-parallel axis from ``compression.tensor_parallel``."""
     settings = config.compression.tensor_parallel
     roles = {
@@ -25,7 +29,7 @@ def tensor_parallel_router(config: Config, counters: Counters) -> Router:
         "tp.embedding": settings.embedding,
         "tp.output_layer": settings.output_layer,
     }
-    return Router(
+    return router_type(
         compressor=compressors.build(settings.compressor, **settings.settings()),
         algorithm=settings.algorithm,
         roles=frozenset(role for role, on in roles.items() if on),
@@ -45,6 +49,10 @@ class Session:
         log_interval: steps between two reports.
         sequence_parallel: whether activations are split over the sequence.
         learned_positions: whether positions are embedded.
+        router_type: what routes the collectives; a program that measures brings its own.
+        step_listeners: called with the step, counted from 0, before each training step, once the
+            session has prepared it.
+        policy_file: where rank 0 keeps the policy of ``auto``, or None.
     """
 
     def __init__(
@@ -56,8 +64,12 @@ class Session:
         log_interval: int,
         sequence_parallel: bool,
         learned_positions: bool,
+        router_type: type[Router] = Router,
+        step_listeners: Sequence[StepListener] = (),
+        policy_file: Path | None = None,
     ) -> None:
-        compressing = config.compression.tensor_parallel.enabled
+        settings = config.compression.tensor_parallel
+        compressing = settings.enabled
         self.counters = Counters(tensor.all_flows() if compressing else [])
         self.reporter = Reporter(
             counters=self.counters,
@@ -69,20 +81,34 @@ class Session:
         self._registry: Registry | None = None
         self.router: Router | None = None
         self.check: FlowCheck | None = None
+        self._preparation: Preparation | None = None
         if compressing:
-            router = tensor_parallel_router(config, self.counters)
+            router = tensor_parallel_router(config, self.counters, router_type)
             self.router = router
+            expected = tensor.expected_flows(
+                sequence_parallel=sequence_parallel,
+                learned_positions=learned_positions,
+                router=router,
+            )
             self.check = FlowCheck(
                 totals=self.reporter.totals,
-                expected=tensor.expected_flows(
-                    sequence_parallel=sequence_parallel,
-                    learned_positions=learned_positions,
-                    router=router,
-                ),
+                expected=expected,
                 start_step=router.start_step,
                 min_bytes=router.min_bytes,
+                plain_passes=settings.mode == "auto",
+            )
+            self._preparation = Preparation(
+                router=router,
+                settings=settings,
+                flows=expected,
+                sampling=config.telemetry.error_every > 0,
+                policy_file=policy_file,
+                say=self.reporter.say,
+                show=self.reporter.show,
             )
         self.current_step: int | None = None
+        self._step_listeners = tuple(step_listeners)
+        self._forward_chunks = config.compression.tensor_parallel.forward_chunks
         self._error_every = config.telemetry.error_every
 
     def _begin_step(self, step: int) -> None:
@@ -90,15 +116,25 @@ class Session:
             self._check_model_is_known()
             if step:
                 self.reporter.resumed(step)
+            self._prepare()
         self.current_step = step + 1
         if self.router is not None:
             self.router.step = step
             self.router.sampling = bool(self._error_every) and step % self._error_every == 0
+        for listener in self._step_listeners:
+            listener(step)
 
     def _begin_evaluation(self, done: int) -> None:
+        self._prepare()
         if self.router is not None:
             self.router.step = done
             self.router.sampling = False
+
+    def _prepare(self) -> None:
+        """Before the first step or evaluation; does nothing after that."""
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None:
+            preparation.run()
 
     def _check_model_is_known(self) -> None:
         """Without its name the output layer would be taken for a hidden layer and compressed."""
@@ -113,7 +149,7 @@ class Session:
     def install(self, registry: Registry) -> None:
         """Claim and apply all hooks; raises a ``PatchError`` before anything is changed."""
         if self.router is not None:
-            tensor.TensorParallelHooks(self.router).claim(registry)
+            tensor.TensorParallelHooks(self.router, self._forward_chunks).claim(registry)
         LoopHooks(self.reporter, self._begin_step, self._begin_evaluation, self.check).claim(
             registry
         )

@@ -80,7 +80,7 @@ def test_warm_up_compiles_what_is_needed_later() -> None:
 
     taco = Taco("int8", 128, "hadamard", "merged_fp32")
     device = torch.device("cuda", torch.cuda.current_device())
-    assert kernels_on(device, "merged_fp32") is not None
+    assert kernels_on(device, "int8", "merged_fp32") is not None
     lines = taco.warm_up([(3, 128 * 1001)], [torch.float16], device)
     assert len(lines) == 5
     cache = launch.encode_kernel.device_caches[device.index][0]

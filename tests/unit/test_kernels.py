@@ -51,7 +51,7 @@ def test_no_kernels_for_cpu_tensors_without_the_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert kernels_on(torch.device("cpu"), "dual") is None
+    assert kernels_on(torch.device("cpu"), "e4m3", "dual") is None
     assert Taco().warm_up([(2, 1000)], [torch.float32], torch.device("cpu")) == []
 
 
