@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from megatron_taco.cli.lab_arguments import checked, words
+from megatron_taco.lab.plot_file import plot_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="payloads of the sums (default: 2,4,8)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser.add_argument("--plot", type=plot_file, metavar="FILE", help="draw a .png or .svg")
 
 
 def time_calls(call: Callable[[Tensor], object], inputs: Sequence[Tensor]) -> list[float]:
@@ -271,6 +273,7 @@ def run(args: argparse.Namespace) -> int:
     fraction = max(args.elements // FRACTION, 1)
     rows += measure(plain, fraction, ranks[:1], copy, f"plain torch, 1/{FRACTION} the size: ")
     facts = {
+        "benchmark": "kernels",
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -283,6 +286,11 @@ def run(args: argparse.Namespace) -> int:
     }
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     print(table(rows))
+    report = {**facts, "rows": [asdict(r) for r in rows]}
     if args.json:
-        args.json.write_text(json.dumps({**facts, "rows": [asdict(r) for r in rows]}, indent=1))
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        from megatron_taco.lab import plots
+
+        plots.draw(report, args.plot)
     return 0
