@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from megatron_taco.config.section import Section
 from megatron_taco.config.sizes import parse_size
 
-Kind = Literal["attention", "mlp", "embedding", "output_layer", "other"]
+KINDS: Final = ("attention", "mlp", "embedding", "output_layer", "other")
 """Kinds of parameters that may be compressed; norms and biases never are."""
 
 SDP4BIT_GRADIENTS: Final = {"bits": 4, "block": 128, "transform": 32, "scale": "bf16"}
@@ -22,6 +22,17 @@ _SETTINGS: Final = {
     "block_integer": ("bits", "block", "transform", "scale", "rounding"),
     "sdp4bit": ("rounding",),
 }
+
+
+def _kinds(value: object) -> tuple[str, ...]:
+    found = value if isinstance(value, list | tuple) else [value]
+    for kind in found:
+        if kind not in KINDS:
+            hint = " (norms and biases always go exactly)" if kind == "norm" else ""
+            raise ValueError(
+                f"{kind!r} is not a kind of parameters{hint}; allowed: {', '.join(KINDS)}"
+            )
+    return tuple(found)
 
 
 class _Codec(Section):
@@ -130,7 +141,7 @@ class DataParallel(Section):
     mode: Literal["off", "on"] = "off"
     gradients: Gradients = Field(default_factory=Gradients)
     weights: Weights = Field(default_factory=Weights)
-    exclude: tuple[Kind, ...] = ()
+    exclude: Annotated[tuple[str, ...], BeforeValidator(_kinds)] = ()
     min_bytes: Annotated[int, BeforeValidator(parse_size)] = 2**20
     start_step: int = Field(default=0, ge=0)
 

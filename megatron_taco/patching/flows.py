@@ -15,7 +15,12 @@ class FlowCheckError(RuntimeError):
 
 
 def problems(
-    totals: Iterable[FlowTotal], expected: Sequence[Flow], *, check_compressed: bool, min_bytes: int
+    totals: Iterable[FlowTotal],
+    expected: Sequence[Flow],
+    *,
+    check_compressed: bool,
+    min_bytes: int,
+    section: str = "compression.tensor_parallel",
 ) -> list[str]:
     """What is wrong with the flows seen so far, one sentence each.
 
@@ -24,12 +29,13 @@ def problems(
         expected: flows that must have happened.
         check_compressed: whether they must have been compressed as well.
         min_bytes: the threshold in force, for the message.
+        section: the configuration's section that turned the roles on.
     """
     by_flow = {total.flow: total for total in totals}
     found = []
     for flow in expected:
         total = by_flow.get(flow)
-        where = f"compression.tensor_parallel: role {flow.role} ({flow.collective})"
+        where = f"{section}: role {flow.role} ({flow.collective})"
         if total is None or not total.seen:
             found.append(
                 f"{where} is on but was seen on no rank: the model does not communicate through "
@@ -41,7 +47,7 @@ def problems(
                 f"{where} was seen {total.seen:,} times and never compressed: its largest message "
                 f"is {format_bytes(total.largest)} ({total.largest} bytes), below "
                 f"min_bytes {format_bytes(min_bytes)} ({min_bytes} bytes); lower "
-                "compression.tensor_parallel.min_bytes or turn the role off"
+                f"{section}.min_bytes or turn the role off"
             )
     return found
 
@@ -54,6 +60,7 @@ class FlowCheck:
         expected: flows that must happen.
         start_step: first step, counted from 0, that is compressed.
         min_bytes: the threshold in force.
+        section: the configuration's section that turned the roles on.
     """
 
     def __init__(
@@ -63,7 +70,9 @@ class FlowCheck:
         expected: Sequence[Flow],
         start_step: int,
         min_bytes: int,
+        section: str = "compression.tensor_parallel",
     ) -> None:
+        self._section = section
         self._totals = totals
         self._expected = expected
         self._start_step = start_step
@@ -97,6 +106,7 @@ class FlowCheck:
             self._expected,
             check_compressed=check_compressed,
             min_bytes=self._min_bytes,
+            section=self._section,
         )
         if found:
             raise FlowCheckError("\n".join(found))

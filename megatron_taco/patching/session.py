@@ -8,7 +8,8 @@ from typing import IO
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Config
-from megatron_taco.patching import tensor
+from megatron_taco.patching import data, tensor
+from megatron_taco.patching.data_session import data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks
 from megatron_taco.patching.registry import Applied, Registry
@@ -45,6 +46,7 @@ class Session:
         log_interval: steps between two reports.
         sequence_parallel: whether activations are split over the sequence.
         learned_positions: whether positions are embedded.
+        distributed_optimizer: whether gradients are reduce-scattered and weights gathered.
     """
 
     def __init__(
@@ -56,9 +58,12 @@ class Session:
         log_interval: int,
         sequence_parallel: bool,
         learned_positions: bool,
+        distributed_optimizer: bool,
     ) -> None:
         compressing = config.compression.tensor_parallel.enabled
-        self.counters = Counters(tensor.all_flows() if compressing else [])
+        flows = tensor.all_flows() if compressing else []
+        flows += data.all_flows() if config.compression.data_parallel.enabled else []
+        self.counters = Counters(flows)
         self.reporter = Reporter(
             counters=self.counters,
             stream=stream,
@@ -82,6 +87,21 @@ class Session:
                 start_step=router.start_step,
                 min_bytes=router.min_bytes,
             )
+        self.data_parallel = data_parallel_hooks(config, self.counters)
+        self.data_check: FlowCheck | None = None
+        if self.data_parallel is not None:
+            settings = config.compression.data_parallel
+            self.data_check = FlowCheck(
+                totals=self.reporter.totals,
+                expected=data.expected_flows(
+                    gradients=self.data_parallel.gradients,
+                    weights=self.data_parallel.weights,
+                    distributed_optimizer=distributed_optimizer,
+                ),
+                start_step=settings.start_step,
+                min_bytes=settings.min_bytes,
+                section="compression.data_parallel",
+            )
         self.current_step: int | None = None
         self._error_every = config.telemetry.error_every
 
@@ -91,9 +111,13 @@ class Session:
             if step:
                 self.reporter.resumed(step)
         self.current_step = step + 1
+        sampling = bool(self._error_every) and step % self._error_every == 0
         if self.router is not None:
             self.router.step = step
-            self.router.sampling = bool(self._error_every) and step % self._error_every == 0
+            self.router.sampling = sampling
+        if self.data_parallel is not None:
+            self.data_parallel.step = step
+            self.data_parallel.sampling = sampling
 
     def _begin_evaluation(self, done: int) -> None:
         if self.router is not None:
@@ -114,16 +138,19 @@ class Session:
         """Claim and apply all hooks; raises a ``PatchError`` before anything is changed."""
         if self.router is not None:
             tensor.TensorParallelHooks(self.router).claim(registry)
-        LoopHooks(self.reporter, self._begin_step, self._begin_evaluation, self.check).claim(
-            registry
-        )
+        if self.data_parallel is not None:
+            self.data_parallel.claim(registry)
+        LoopHooks(
+            self.reporter, self._begin_step, self._begin_evaluation, (self.check, self.data_check)
+        ).claim(registry)
         self._registry = registry
         self._applied = registry.apply()
 
     def finish(self) -> None:
         """After training: the checks a short run still owes, and the end table (all ranks)."""
-        if self.check is not None:
-            self.check.finish()
+        for check in (self.check, self.data_check):
+            if check is not None:
+                check.finish()
         self.reporter.finish()
 
     def undo(self) -> None:

@@ -1,0 +1,46 @@
+"""The data-parallel hooks of a run, from ``compression.data_parallel``."""
+
+from __future__ import annotations
+
+from megatron_taco import compressors
+from megatron_taco.config import Config
+from megatron_taco.config.data_parallel import Gradients, Weights
+from megatron_taco.config.megatron_section import whole
+from megatron_taco.patching.data import GRADIENTS, WEIGHTS, DataParallelHooks
+from megatron_taco.patching.data_plans import Stream
+from megatron_taco.telemetry.counters import Counters, Flow
+
+_MEGATRONS_SEED = 1234
+
+
+def data_parallel_hooks(config: Config, counters: Counters) -> DataParallelHooks | None:
+    """Return the hooks of the data-parallel axis, or None if it is off.
+
+    Args:
+        config: The run's configuration.
+        counters: Of the run, with this axis's flows.
+    """
+    settings = config.compression.data_parallel
+    if not settings.enabled:
+        return None
+
+    def stream(role: str, part: Gradients | Weights) -> Stream | None:
+        if not part.enabled:
+            return None
+        name, arguments = part.build()
+        return Stream(
+            role=role,
+            compressor=compressors.build(name, **arguments),
+            exclude=frozenset(settings.exclude),
+            min_bytes=settings.min_bytes,
+            start_step=settings.start_step,
+        )
+
+    seed = whole(config.megatron.get("seed"))
+    return DataParallelHooks(
+        gradients=stream(GRADIENTS, settings.gradients),
+        weights=stream(WEIGHTS, settings.weights),
+        difference=settings.weights.difference,
+        seed=_MEGATRONS_SEED if seed is None else seed,
+        counter=lambda role, collective: counters[Flow(role, collective)],
+    )

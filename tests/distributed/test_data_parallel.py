@@ -1,0 +1,150 @@
+"""Training with compressed data parallelism: replicas, layouts, resuming, bytes, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import oracle
+from tests.distributed.training import (
+    DISTRIBUTED_OPTIMIZER,
+    OFF,
+    losses,
+    metrics,
+    train,
+    write_config,
+)
+from tests.ranks import RankRunner
+
+DP = "compression.data_parallel"
+ON = (OFF, f"{DP}.mode=on", f"{DP}.min_bytes=1KiB")
+SDP4BIT = (*ON, DISTRIBUTED_OPTIMIZER, f"{DP}.weights.compressor=sdp4bit")
+OVERLAP = ("megatron.overlap_grad_reduce=true",)
+OVERLAP_BOTH = (*OVERLAP, "megatron.overlap_param_gather=true")
+# Without overlap Megatron makes one bucket; with it, this size makes the same one.
+ONE_BUCKET = "megatron.ddp_bucket_size=1000000000"
+
+
+def digests(model: list[Any]) -> dict[str, str]:
+    """A hash of every parameter of this rank, once all gathers are done."""
+    found = {}
+    for chunk in model:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+        for name, parameter in chunk.module.named_parameters():
+            found[name] = oracle.digest(parameter)
+    return found
+
+
+def run(
+    run_ranks: RankRunner, ranks: int, config: str, name: str, *overrides: str
+) -> dict[str, str]:
+    """Train; all ranks must end with the same weights, whose hashes are returned."""
+    arguments = [*overrides, f"run.name={name}"]
+    found = run_ranks(train, ranks, config, arguments, None, digests, init=False, timeout=150)
+    assert len(found[0]) > 20
+    assert all(other == found[0] for other in found)
+    return found[0]
+
+
+def flows(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+    return next(line for line in metrics(folder, name) if line["event"] == "end")["flows"]
+
+
+def near(found: dict[int, float], wanted: dict[int, float], bound: float) -> bool:
+    assert found.keys() == wanted.keys()
+    return all(abs(found[step] - wanted[step]) < bound * wanted[step] for step in wanted)
+
+
+STEPS = 4
+
+
+def test_sdp4bit_replicas_overlap_buckets_resume_and_bytes(
+    run_ranks: RankRunner, tmp_path: Path
+) -> None:
+    """Distributed optimiser: overlap and stopping change no bit, bucket sizes little.
+
+    Rounding is stochastic, which must not depend on what is done when.
+    """
+    config = write_config(tmp_path)
+    short = f"megatron.train_iters={STEPS}"
+    run(run_ranks, 2, config, "off", OFF, DISTRIBUTED_OPTIMIZER, short)
+    on = (*SDP4BIT, f"{DP}.gradients.rounding=stochastic", short)
+    plain = run(run_ranks, 2, config, "plain", *on)
+    one = (*on, *OVERLAP_BOTH, ONE_BUCKET)
+    overlapped = run(run_ranks, 2, config, "overlap", *one)
+    assert losses(tmp_path, "overlap") == losses(tmp_path, "plain")
+    assert overlapped == plain
+
+    folder = f"{tmp_path / 'saved'}"
+    save = (f"megatron.save={folder}", "megatron.save_interval=2", "megatron.exit_interval=2")
+    arguments = [*one, *save, "run.name=parts"]
+    run_ranks(train, 2, config, arguments, init=False, timeout=150)
+    resumed = run(run_ranks, 2, config, "parts", *one, f"megatron.load={folder}")
+    assert losses(tmp_path, "parts") == losses(tmp_path, "plain")
+    assert resumed == plain
+
+    small = run(run_ranks, 2, config, "small", *on, *OVERLAP_BOTH, "megatron.ddp_bucket_size=5000")
+    assert small != plain
+    reference = losses(tmp_path, "off")
+    for name in ("plain", "small"):
+        assert near(losses(tmp_path, name), reference, 0.01), name
+        assert losses(tmp_path, name) != reference
+    buckets = flows(tmp_path, "small")["dp.gradients.mlp reduce_scatter"]["calls"] / STEPS / 2
+    assert buckets > 4
+
+    counted = flows(tmp_path, "plain")
+    for kind in ("attention", "mlp"):
+        gradients = counted[f"dp.gradients.{kind} reduce_scatter"]
+        assert gradients["wire_bytes"] < 0.14 * gradients["raw_bytes"]
+        assert gradients["calls"] == gradients["compressed"] == STEPS * 2
+        assert 0.08 < gradients["error"] < 0.2
+    # An exact gather of the weights comes first, then a compressed one a step.
+    mlp = counted["dp.weights.mlp all_gather"]
+    assert (mlp["calls"], mlp["compressed"]) == ((STEPS + 1) * 2, STEPS * 2)
+    exact = mlp["raw_bytes"] / (STEPS + 1)
+    assert mlp["wire_bytes"] - exact < 0.26 * exact * STEPS
+    norms = counted["dp.gradients.norm reduce_scatter"]
+    assert norms["compressed"] == 0
+    assert norms["wire_bytes"] <= norms["raw_bytes"] + STEPS * 2 * 16
+
+
+def test_four_ranks_all_reduce_with_average_and_bf16(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """Without the distributed optimiser: two-shot, small buckets, excluded kinds, BF16 sums."""
+    config = write_config(tmp_path)
+    base = (
+        "megatron.ddp_average_in_collective=true",
+        "megatron.grad_reduce_in_bf16=true",
+        f"megatron.train_iters={STEPS}",
+        *OVERLAP,
+        "megatron.ddp_bucket_size=5000",
+    )
+    run(run_ranks, 4, config, "off", OFF, *base)
+    run(
+        run_ranks, 4, config, "on", *ON, *base,
+        f"{DP}.gradients.compressor=taco", f"{DP}.exclude=[embedding]", f"{DP}.start_step=2",
+    )  # fmt: skip
+    found, reference = losses(tmp_path, "on"), losses(tmp_path, "off")
+    assert near(found, reference, 0.01)
+    assert [found[step] for step in (1, 2)] == [reference[step] for step in (1, 2)]
+    assert found[4] != reference[4]
+    counted = flows(tmp_path, "on")
+    embedding = counted["dp.gradients.embedding all_reduce"]
+    assert embedding["compressed"] == 0
+    attention = counted["dp.gradients.attention all_reduce"]
+    assert attention["compressed"] == attention["calls"] // 2
+    assert attention["error"] is None or attention["error"] < 0.03
+
+
+def test_what_cannot_work_is_refused_by_name(run_ranks: RankRunner, tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    cases = (
+        (1, ON, "compression.data_parallel.mode: on with a data-parallel size of 1"),
+        (2, (*ON, f"{DP}.min_bytes=1GiB"), "below min_bytes 1 GiB"),
+    )
+    for ranks, overrides, message in cases:
+        with pytest.raises(AssertionError) as caught:
+            run_ranks(train, ranks, config, list(overrides), init=False, timeout=100)
+        assert message in " ".join(str(caught.value).split())
