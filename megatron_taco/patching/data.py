@@ -34,14 +34,21 @@ from torch.distributed import ProcessGroup
 from megatron_taco.collectives import buckets
 from megatron_taco.collectives.router import FlowCounter
 from megatron_taco.compressors import Compressor
-from megatron_taco.patching.data_plans import ModelParameters, Plan, Plans, Stream, one_shot
+from megatron_taco.patching.data_plans import (
+    GRADIENTS,
+    WEIGHTS,
+    ModelParameters,
+    Plan,
+    Plans,
+    Stream,
+    one_shot,
+)
 from megatron_taco.patching.parameter_kinds import KINDS
 from megatron_taco.patching.registry import Registry
 from megatron_taco.patching.tensor import _Overlay
 from megatron_taco.telemetry.counters import Flow
 
 OWNER = "compression.data_parallel"
-GRADIENTS, WEIGHTS = "dp.gradients", "dp.weights"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Hit = Callable[[], None]
@@ -419,7 +426,10 @@ class DataParallelHooks:
         def __init__(ddp: Any, *args: Any, **kwargs: Any) -> None:
             hit()
             original(ddp, *args, **kwargs)
-            self.model.learn(ddp.module)
+            from megatron.core import parallel_state
+
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            self.model.learn(ddp.module, size)
 
         return __init__
 

@@ -16,8 +16,10 @@ from megatron_taco.collectives.segments import Run, Slice, runs_of, slice_of
 from megatron_taco.collectives.traffic import Traffic
 from megatron_taco.compressors import BlockInteger, Compressor
 from megatron_taco.compressors.counter_random import key_of
-from megatron_taco.patching.parameter_kinds import NORM, kind_of
+from megatron_taco.patching.parameter_kinds import NORM, REPLICATED, TIED, kind_of
 
+GRADIENTS, WEIGHTS = "dp.gradients", "dp.weights"
+"""Roles; each flow has the kind of parameters after a dot."""
 _SLICE_UNIT = 512
 """Slices of a two-shot all-reduce are multiples of this, so that few blocks are partly padding."""
 
@@ -42,7 +44,9 @@ class Stream:
 
     def is_exact(self, kind: str) -> bool:
         """Tell whether a kind goes as it is."""
-        return kind == NORM or kind in self.exclude
+        if kind == TIED:
+            return self.role == WEIGHTS or "embedding" in self.exclude
+        return kind in (NORM, REPLICATED) or kind in self.exclude
 
     def codec(self, step: int, bucket: str, rank: int, seed: int) -> Codec:
         """Return the compressor of each message of one bucket in one step.
@@ -173,11 +177,11 @@ class ModelParameters:
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Any, dict[int, tuple[str, str]]] = WeakKeyDictionary()
 
-    def learn(self, module: torch.nn.Module) -> None:
+    def learn(self, module: torch.nn.Module, tensor_parallel_size: int) -> None:
         """Note the parameters of one more model chunk."""
         chunk = len(self._known)
         self._known[module] = {
-            id(parameter): (f"{chunk}:{name}", kind_of(name, parameter))
+            id(parameter): (f"{chunk}:{name}", kind_of(name, parameter, tensor_parallel_size))
             for name, parameter in module.named_parameters()
         }
 

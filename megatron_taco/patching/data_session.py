@@ -6,8 +6,8 @@ from megatron_taco import compressors
 from megatron_taco.config import Config
 from megatron_taco.config.data_parallel import Gradients, Weights
 from megatron_taco.config.megatron_section import whole
-from megatron_taco.patching.data import GRADIENTS, WEIGHTS, DataParallelHooks
-from megatron_taco.patching.data_plans import Stream
+from megatron_taco.patching.data import DataParallelHooks
+from megatron_taco.patching.data_plans import GRADIENTS, WEIGHTS, Stream
 from megatron_taco.telemetry.counters import Counters, Flow
 
 _MEGATRONS_SEED = 1234

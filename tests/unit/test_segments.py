@@ -130,3 +130,31 @@ def test_a_bucket_is_compressed_if_it_is_large_enough_and_not_all_exact():
 )
 def test_kinds_follow_names_and_shapes(name, shape, kind):
     assert kind_of(name, torch.empty(shape)) == kind
+
+
+def test_copies_on_several_ranks_are_kinds_of_their_own():
+    """A copy that is rounded with other neighbours than the other copies would drift from them."""
+    weight = torch.empty(8, 8)
+    position = "embedding.position_embeddings.weight"
+    assert kind_of(position, weight, tensor_parallel_size=1) == "embedding"
+    assert kind_of(position, weight, tensor_parallel_size=2) == "replicated"
+    weight.tensor_model_parallel = True
+    assert kind_of("embedding.word_embeddings.weight", weight, 2) == "embedding"
+    weight.shared_embedding = True
+    assert kind_of("embedding.word_embeddings.weight", weight, 2) == "tied_embedding"
+
+    def stream(role, *exclude):
+        return Stream(
+            role=role,
+            compressor=BlockInteger(),
+            exclude=frozenset(exclude),
+            min_bytes=0,
+            start_step=0,
+        )
+
+    assert not stream("dp.gradients").is_exact("tied_embedding")
+    assert stream("dp.gradients", "embedding").is_exact("tied_embedding")
+    assert stream("dp.weights").is_exact("tied_embedding")
+    for role in ("dp.gradients", "dp.weights"):
+        assert stream(role).is_exact("replicated")
+        assert stream(role).is_exact("norm")
