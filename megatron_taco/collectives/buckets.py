@@ -11,7 +11,7 @@ rounding can depend on what is sent; compressors without it are the same for all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,14 +57,15 @@ def reduce_scatter(
         The handle: ``output`` is ready once its ``wait`` has returned.
     """
     with torch.no_grad():
-        sent = _encode_slices(bucket, slices, codec, on_part)
+        sent = encode_slices(bucket, list(enumerate(slices)), codec, on_part)
         received, handle = _exchange(sent, slices, group)
     mine = slices[group.rank()]
+    divisor = group.size() if average else None
 
     def finish() -> None:
-        for part, total in _sums(received, mine, group, codec, output.dtype, average):
+        for part, total in sums(received, mine, codec, output.dtype, divisor):
             # The part's places count from the bucket's start, the output's from the slice's.
-            _shifted(part, mine.start).put(total, output)
+            part.shifted(mine.start).put(total, output)
 
     return Work(handle, finish, sent, received)
 
@@ -93,19 +94,21 @@ def all_reduce(
         The handle: the sum is in ``bucket`` once its ``wait`` has returned.
     """
     with torch.no_grad():
-        sent = _encode_slices(bucket, slices, codec, on_part)
+        sent = encode_slices(bucket, list(enumerate(slices)), codec, on_part)
         if len(slices) == 1:
             received, handle = wire.gather(sent, group, async_op=True)
         else:
             received, handle = _exchange(sent, slices, group)
 
+    divisor = group.size() if average else None
+
     def finish_one_shot() -> None:
-        for part, total in _sums(received, slices[0], group, codec, bucket.dtype, average):
+        for part, total in sums(received, slices[0], codec, bucket.dtype, divisor):
             part.put(total, bucket)
 
     def finish_two_shot() -> None:
         rank = group.rank()
-        reduced = _reduce_encode(received, slices[rank], rank, group, codec, bucket.dtype, average)
+        reduced = _reduce_encode(received, slices[rank], rank, codec, bucket.dtype, divisor)
         largest = max(piece.size for piece in slices)
         padded = reduced.new_zeros(largest)
         padded[: reduced.numel()] = reduced
@@ -119,7 +122,7 @@ def all_reduce(
                 compressor = codec(RESULT, index, part.kind)
                 rows = payload.contiguous().unsqueeze(0)
                 total = compressor.decode_rows(rows, part.numel, torch.float32)[0]
-                part.put(_mean(total, group, average), bucket)
+                part.put(_divided(total, divisor), bucket)
 
     finish = finish_one_shot if len(slices) == 1 else finish_two_shot
     return Work(handle, finish, sent, received)
@@ -157,11 +160,8 @@ def all_gather_changes(
     with torch.no_grad():
         message = bucket.new_zeros(max(piece.size for piece in slices), dtype=torch.uint8)
         for part in mine.parts:
-            if part.exact:
-                _write_exact(part, part.take(bucket), message)
-            else:
-                values = _shifted(part, mine.start).take(changes)
-                _write_encoded(part, values, message, codec(RESULT, rank, part.kind), on_part)
+            values = part.take(bucket) if part.exact else part.shifted(mine.start).take(changes)
+            write_part(part, values, message, codec(RESULT, rank, part.kind), on_part)
         gathered, handle = wire.gather(message, group, async_op=True)
 
     def finish() -> None:
@@ -179,33 +179,36 @@ def all_gather_changes(
     return Work(handle, finish, message, gathered)
 
 
-def _encode_slices(
-    bucket: Tensor, slices: tuple[Slice, ...], codec: Codec, on_part: OnPart
+def encode_slices(
+    bucket: Tensor, slices: Sequence[tuple[int, Slice]], codec: Codec, on_part: OnPart
 ) -> Tensor:
-    """Returns the messages of all slices one after the other: uint8 [sum of sizes]."""
-    total = sum(piece.size for piece in slices)
+    """Returns the messages of slices one after the other: uint8 [sum of sizes].
+
+    Args:
+        bucket: FP32, BF16 or FP16 [N].
+        slices: Each with its number, in the order in which they are sent.
+        codec: See this module.
+        on_part: Sees the payloads.
+    """
+    total = sum(piece.size for _, piece in slices)
     sent = bucket.new_zeros(total, dtype=torch.uint8)
     at = 0
-    for index, piece in enumerate(slices):
+    for index, piece in slices:
         message = sent[at : at + piece.size]
         for part in piece.parts:
-            values = part.take(bucket)
-            if part.exact:
-                _write_exact(part, values, message)
-            else:
-                compressor = codec(REDUCE, index, part.kind)
-                _write_encoded(part, values, message, compressor, on_part)
+            compressor = codec(REDUCE, index, part.kind)
+            write_part(part, part.take(bucket), message, compressor, on_part)
         at += piece.size
     return sent
 
 
-def _write_exact(part: Part, values: Tensor, message: Tensor) -> None:
-    part.bytes_of(message).copy_(values.contiguous().view(torch.uint8))
-
-
-def _write_encoded(
+def write_part(
     part: Part, values: Tensor, message: Tensor, compressor: Compressor, on_part: OnPart
 ) -> None:
+    """Writes a part's values [numel] to its place in the message: as they are, or encoded."""
+    if part.exact:
+        part.bytes_of(message).copy_(values.contiguous().view(torch.uint8))
+        return
     payload = part.bytes_of(message).unsqueeze(0)
     compressor.encode_rows(values.unsqueeze(0), out=payload)
     on_part(part.kind, values, payload, compressor)
@@ -226,15 +229,18 @@ def _exchange(sent: Tensor, slices: tuple[Slice, ...], group: ProcessGroup) -> t
     return received.view(group.size(), mine), handle
 
 
-def _sums(
-    received: Tensor,
-    piece: Slice,
-    group: ProcessGroup,
-    codec: Codec,
-    dtype: torch.dtype,
-    average: bool,
-) -> Iterable[tuple[Part, Tensor]]:
-    """Yields each part of a slice with its FP32 sum, or mean, over the ranks' messages."""
+def sums(
+    received: Tensor, piece: Slice, codec: Codec, dtype: torch.dtype, divisor: int | None
+) -> Iterator[tuple[Part, Tensor]]:
+    """Yields each part of a slice with the FP32 sum of the ranks' messages, uint8 [P, bytes].
+
+    Args:
+        received: The messages.
+        piece: Their layout.
+        codec: See this module.
+        dtype: Of the values of exact parts.
+        divisor: What the sums are divided by, if by anything.
+    """
     for part in piece.parts:
         rows = part.bytes_of(received)
         if part.exact:
@@ -242,25 +248,24 @@ def _sums(
         else:
             compressor = codec(REDUCE, 0, part.kind)  # decoding does not depend on the slice
             total = compressor.decode_sum(rows.contiguous(), part.numel)
-        yield part, _mean(total, group, average)
+        yield part, _divided(total, divisor)
 
 
 def _reduce_encode(
     received: Tensor,
     piece: Slice,
     index: int,
-    group: ProcessGroup,
     codec: Codec,
     dtype: torch.dtype,
-    average: bool,
+    divisor: int | None,
 ) -> Tensor:
     """Sums the ranks' messages of one slice and encodes the sums: uint8 [bytes of the slice]."""
     reduced = received.new_zeros(piece.size)
     for part in piece.parts:
         rows = part.bytes_of(received)
         if part.exact:
-            total = _mean(_exact_sum(rows, dtype), group, average)
-            _write_exact(part, total.to(dtype), reduced)
+            total = _divided(_exact_sum(rows, dtype), divisor)
+            part.bytes_of(reduced).copy_(total.to(dtype).view(torch.uint8))
         else:
             compressor = codec(RESULT, index, part.kind)
             payload = compressor.reduce_encode(rows.contiguous(), part.numel)
@@ -280,11 +285,6 @@ def _values(payload: Tensor, dtype: torch.dtype) -> Tensor:
     return payload.contiguous().view(dtype)
 
 
-def _mean(total: Tensor, group: ProcessGroup, average: bool) -> Tensor:
+def _divided(total: Tensor, divisor: int | None) -> Tensor:
     # Torch divides by a Python number on a GPU as a multiplication by its reciprocal.
-    return total / torch.full_like(total, group.size()) if average else total
-
-
-def _shifted(part: Part, start: int) -> Part:
-    spans = tuple((first - start, last - start) for first, last in part.spans)
-    return Part(part.kind, part.exact, spans, part.numel, part.offset, part.used)
+    return total if divisor is None else total / torch.full_like(total, divisor)

@@ -11,7 +11,7 @@ Message of a slice: for each kind in order of first appearance, its bytes, padde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,6 +65,11 @@ class Part:
         for start, stop in self.spans:
             flat[start:stop].copy_(values[at : at + stop - start])
             at += stop - start
+
+    def shifted(self, start: int) -> Part:
+        """Returns the part with its places counted from ``start`` of the bucket."""
+        spans = tuple((first - start, last - start) for first, last in self.spans)
+        return replace(self, spans=spans)
 
     def bytes_of(self, message: Tensor) -> Tensor:
         """Returns this part of messages, uint8 [..., bytes] to [..., used]; a view."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_taco.collectives import buckets
+from megatron_taco.collectives import buckets, two_level
 from megatron_taco.collectives.segments import Slice, runs_of, slice_of
 from megatron_taco.compressors import BlockInteger, Compressor, Taco
 from tests.distributed import oracle
@@ -216,3 +216,57 @@ def test_bucket_collectives(run_ranks: RankRunner, world_size: int) -> None:
     results = run_ranks(all_checks, world_size, timeout=120)
     assert len(results[0]) > 60
     assert all(shared == results[0] for shared in results)
+
+
+def check_two_level(rank: int, size: int) -> None:
+    """Two nodes of two: 8 bits inside, 4 bits between, each rank's slice as computed by hand."""
+    numel, fine_code, coarse_code = 2052, BlockInteger(8, 512, 1, "fp32"), BlockInteger()
+    assert two_level.nodes_of([0, 1, 2, 3], 2) == ((0, 1), (2, 3))
+    assert two_level.nodes_of([1, 5, 3, 7], 4) == ((0, 2), (1, 3))
+    assert two_level.nodes_of([0, 1, 2, 3], 4) is None
+    assert two_level.nodes_of([0, 1, 2, 3], 1) is None
+    assert two_level.nodes_of([0, 1, 2], 2) is None
+    for ranks in (((0, 1), (2, 3)), ((0, 2), (1, 3))):
+        groups = {}
+        for members in (*ranks, *zip(*ranks, strict=True)):
+            groups[members] = dist.new_group(members)
+        inner = next(
+            group for members, group in groups.items() if rank in members and members in ranks
+        )
+        column = next(m for m in zip(*ranks, strict=True) if rank in m)
+        nodes = two_level.Nodes(ranks, inner, groups[column])
+        for dtype in DTYPES:
+            for average in (False, True):
+                xs = oracle.inputs(size, numel, dtype, seed=6)
+                bucket, width = xs[rank].clone(), numel // size
+                fine = cut(numel, size, dtype, fine_code)
+                coarse = cut(numel, size, torch.float32, coarse_code)
+                output = bucket[rank * width : (rank + 1) * width]
+                work = two_level.reduce_scatter(
+                    output, bucket, nodes=nodes, fine=fine, coarse=coarse,
+                    fine_codec=lambda *_: fine_code, coarse_codec=lambda *_: coarse_code,
+                    average=average, on_fine=lambda *_: None, on_coarse=lambda *_: None,
+                )  # fmt: skip
+                work.wait()
+                wanted = torch.zeros(numel, dtype=dtype)
+                for part in coarse[rank].parts:
+                    node_sums = []
+                    for members in ranks:
+                        rows = [part.take(xs[member]) for member in members]
+                        if part.exact:
+                            node_sums.append(rows[0].float() + rows[1].float())
+                        else:
+                            payloads = torch.stack([fine_code.encode(row) for row in rows])
+                            node_sums.append(fine_code.decode_sum(payloads, part.numel))
+                    if part.exact:
+                        total = node_sums[0] + node_sums[1]
+                    else:
+                        payloads = torch.stack([coarse_code.encode(row) for row in node_sums])
+                        total = coarse_code.decode_sum(payloads, part.numel)
+                    part.put(total / size if average else total, wanted)
+                mine = wanted[rank * width : (rank + 1) * width]
+                assert oracle.same_bits(output, mine), f"{ranks} {dtype} {average}"
+
+
+def test_two_hops(run_ranks: RankRunner) -> None:
+    run_ranks(check_two_level, 4)
