@@ -13,6 +13,8 @@ KINDS: Final = ("attention", "mlp", "embedding", "output_layer", "other")
 
 SDP4BIT_GRADIENTS: Final = {"bits": 4, "block": 128, "transform": 32, "scale": "bf16"}
 """SDP4Bit's 4-bit hop (hpdps-group/SDP4Bit): groups of 128 after a Hadamard transform of 32."""
+SDP4BIT_INSIDE_NODE: Final = {"bits": 8, "block": 512, "transform": 1, "scale": "fp32"}
+"""SDP4Bit's hop inside a node: 8 bits, groups of 512, not rotated."""
 SDP4BIT_WEIGHTS: Final = {"bits": 4, "block": 2048, "transform": 1, "scale": "fp32"}
 """SDP4Bit's weight differences: groups of 2048, not rotated."""
 
@@ -85,9 +87,20 @@ class Gradients(_Codec):
         scales: Of `taco`.
         scale: Dtype of the scales of `block_integer`.
         rounding: Of `block_integer` and `sdp4bit`: to nearest, or stochastic from a counter.
+        two_level: With `sdp4bit` and the distributed optimiser, sum inside each node at 8 bits
+            before what goes between nodes at 4, where a group has several ranks on several nodes.
+        ranks_per_node: Ranks of a node, if not as many as torchrun started on this one.
     """
 
     compressor: Literal["none", "sdp4bit", "taco", "block_integer"] = "sdp4bit"
+    two_level: bool = True
+    ranks_per_node: Annotated[int, Field(ge=1)] | None = None
+
+    def inside_node(self) -> dict[str, Any] | None:
+        """Return the settings of the compressor inside a node, or None for one hop."""
+        if self.compressor != "sdp4bit" or not self.two_level:
+            return None
+        return SDP4BIT_INSIDE_NODE | self._given()
 
     def build(self) -> tuple[str, dict[str, Any]]:
         """Return the name and the settings of the compressor."""

@@ -31,9 +31,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_taco.collectives import buckets
+from megatron_taco.collectives import buckets, two_level
 from megatron_taco.collectives.router import FlowCounter
+from megatron_taco.collectives.traffic import Traffic
+from megatron_taco.collectives.two_level import Nodes
 from megatron_taco.compressors import Compressor
+from megatron_taco.patching.data_nodes import make_nodes, ranks_per_node
 from megatron_taco.patching.data_plans import (
     GRADIENTS,
     WEIGHTS,
@@ -49,6 +52,8 @@ from megatron_taco.patching.tensor import _Overlay
 from megatron_taco.telemetry.counters import Flow
 
 OWNER = "compression.data_parallel"
+INSIDE_NODE = "inside_node"
+"""The first hop of a reduce-scatter in two; the second is counted as the reduce-scatter."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Hit = Callable[[], None]
@@ -59,7 +64,7 @@ def all_flows() -> list[Flow]:
     """Every flow this seam can count, in report order."""
     gradients = [
         Flow(f"{GRADIENTS}.{kind}", collective)
-        for collective in ("reduce_scatter", "all_reduce")
+        for collective in ("reduce_scatter", INSIDE_NODE, "all_reduce")
         for kind in KINDS
     ]
     return gradients + [Flow(f"{WEIGHTS}.{kind}", "all_gather") for kind in KINDS]
@@ -118,6 +123,9 @@ class DataParallelHooks:
         gradients: What is compressed of the gradients, or None.
         weights: What is compressed of the weights, or None.
         difference: Whether weights are sent as differences to what all ranks hold.
+        inside_node: Compressor of a first hop inside each node, where a group spans nodes and has
+            several ranks on each; None for one hop always.
+        ranks_per_node: Ranks of a node; None for as many as torchrun started on this one.
         seed: Of random rounding.
         counter: Gives the counter of a role's collective.
         step: The step that runs now; the training loop sets it.
@@ -127,6 +135,8 @@ class DataParallelHooks:
     gradients: Stream | None
     weights: Stream | None
     difference: bool
+    inside_node: Compressor | None
+    ranks_per_node: int | None
     seed: int
     counter: Callable[[str, str], FlowCounter]
     step: int = 0
@@ -146,6 +156,7 @@ class DataParallelHooks:
             if self.weights
             else None
         )
+        self._nodes: dict[Any, Nodes | None] = {}
         self._changes: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
         self._made_equal: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
@@ -253,6 +264,9 @@ class DataParallelHooks:
             hit()
             sync, bucket = found
             plan = sync.plans.of(bucket)
+            nodes = self._nodes.get(group)
+            if nodes is not None and sync.compressed and plan.compresses:
+                return self._in_two_hops(output, input, nodes, sync, plan, op, async_op)
 
             def compressed(codec: buckets.Codec, on_part: buckets.OnPart) -> Any:
                 return buckets.reduce_scatter(
@@ -269,6 +283,41 @@ class DataParallelHooks:
             return self._run(sync, plan, "reduce_scatter", group, async_op, plain, send)
 
         return reduce_scatter_tensor
+
+    def _in_two_hops(
+        self,
+        output: Tensor,
+        input: Tensor,
+        nodes: Nodes,
+        sync: _Sync,
+        plan: Plan,
+        op: Any,
+        async_op: bool,
+    ) -> Any:
+        assert self.inside_node is not None
+        hops = plan.hops(nodes, self.inside_node)
+        self._add(plan, INSIDE_NODE, hops.inside, True)
+        self._add(plan, "reduce_scatter", hops.between, True)
+        rank, stream = dist.get_rank(), plan.stream
+        handle = two_level.reduce_scatter(
+            output,
+            input,
+            nodes=nodes,
+            fine=hops.fine,
+            coarse=hops.coarse,
+            fine_codec=stream.codec(
+                self.step, f"{plan.name}:inside", rank, self.seed, self.inside_node
+            ),
+            coarse_codec=stream.codec(self.step, plan.name, rank, self.seed),
+            average=op == dist.ReduceOp.AVG,
+            on_fine=self._observer(plan, INSIDE_NODE),
+            on_coarse=self._observer(plan, "reduce_scatter"),
+        )
+        if async_op:
+            sync.handles.append(handle)
+            return handle
+        handle.wait()
+        return None
 
     def _all_reduce(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -344,6 +393,9 @@ class DataParallelHooks:
 
     def _count(self, plan: Plan, collective: str, group: ProcessGroup, compressed: bool) -> None:
         sent = plan.traffic(collective, group.rank(), group.size(), compressed)
+        self._add(plan, collective, sent, compressed)
+
+    def _add(self, plan: Plan, collective: str, sent: dict[str, Traffic], compressed: bool) -> None:
         size = plan.numel * plan.itemsize
         stream = plan.stream
         for kind, traffic in sent.items():
@@ -430,6 +482,10 @@ class DataParallelHooks:
 
             size = parallel_state.get_tensor_model_parallel_world_size()
             self.model.learn(ddp.module, size)
+            if self.inside_node is not None:
+                group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+                if group not in self._nodes:
+                    self._nodes[group] = make_nodes(group, ranks_per_node(self.ranks_per_node))
 
         return __init__
 

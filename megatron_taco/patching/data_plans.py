@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_taco.collectives.buckets import Codec
 from megatron_taco.collectives.segments import Run, Slice, runs_of, slice_of
 from megatron_taco.collectives.traffic import Traffic
+from megatron_taco.collectives.two_level import Nodes
 from megatron_taco.compressors import BlockInteger, Compressor
 from megatron_taco.compressors.counter_random import key_of
 from megatron_taco.patching.parameter_kinds import NORM, REPLICATED, TIED, kind_of
@@ -22,6 +23,8 @@ GRADIENTS, WEIGHTS = "dp.gradients", "dp.weights"
 """Roles; each flow has the kind of parameters after a dot."""
 _SLICE_UNIT = 512
 """Slices of a two-shot all-reduce are multiples of this, so that few blocks are partly padding."""
+_SUM_BYTES = 4
+"""Bytes of an exact value between nodes: sums of a node travel in FP32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,9 @@ class Stream:
             return self.role == WEIGHTS or "embedding" in self.exclude
         return kind in (NORM, REPLICATED) or kind in self.exclude
 
-    def codec(self, step: int, bucket: str, rank: int, seed: int) -> Codec:
+    def codec(
+        self, step: int, bucket: str, rank: int, seed: int, compressor: Compressor | None = None
+    ) -> Codec:
         """Return the compressor of each message of one bucket in one step.
 
         Args:
@@ -56,17 +61,26 @@ class Stream:
             bucket: What identifies the bucket.
             rank: This rank among all, whose messages are to be encoded.
             seed: Of the run.
+            compressor: By default the stream's.
         """
-        compressor = self.compressor
-        if not isinstance(compressor, BlockInteger) or compressor.rounding == "nearest":
-            return lambda direction, index, kind: compressor
+        code = compressor or self.compressor
+        if not isinstance(code, BlockInteger) or code.rounding == "nearest":
+            return lambda direction, index, kind: code
 
         def keyed(direction: str, index: int, kind: str) -> Compressor:
-            return compressor.keyed(
-                key_of(seed, step, self.role, bucket, direction, index, kind, rank)
-            )
+            return code.keyed(key_of(seed, step, self.role, bucket, direction, index, kind, rank))
 
         return keyed
+
+
+@dataclass(frozen=True)
+class Hops:
+    """A reduce-scatter in two hops: layouts, and by kind what this rank sends in each hop."""
+
+    fine: tuple[Slice, ...]
+    coarse: tuple[Slice, ...]
+    inside: dict[str, Traffic]
+    between: dict[str, Traffic]
 
 
 @dataclass(eq=False)
@@ -86,7 +100,9 @@ class Plan:
     stream: Stream
     itemsize: int
     elements: dict[str, int] = field(default_factory=dict)
-    _slices: dict[tuple[int, bool], tuple[Slice, ...]] = field(default_factory=dict)
+    _slices: dict[tuple[int, bool, Compressor, int], tuple[Slice, ...]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         """Count the elements of each kind."""
@@ -99,30 +115,73 @@ class Plan:
         large = self.numel * self.itemsize >= self.stream.min_bytes
         return large and not all(map(self.stream.is_exact, self.elements))
 
-    def slices(self, count: int, *, equal: bool) -> tuple[Slice, ...]:
+    def slices(
+        self,
+        count: int,
+        *,
+        equal: bool,
+        compressor: Compressor | None = None,
+        itemsize: int | None = None,
+    ) -> tuple[Slice, ...]:
         """Return the bucket in ``count`` slices.
 
         Args:
             count: How many.
             equal: Of equal lengths, as a reduce-scatter has them; otherwise whole units.
+            compressor: Whose payloads are laid out; by default the stream's.
+            itemsize: Bytes of an exact value; by default as in the bucket.
         """
-        if (count, equal) not in self._slices:
+        code = compressor or self.stream.compressor
+        size = itemsize or self.itemsize
+        key = (count, equal, code, size)
+        if key not in self._slices:
             width = -(-self.numel // count)
             if not equal:
                 width = -(-width // _SLICE_UNIT) * _SLICE_UNIT
             bounds = [min(index * width, self.numel) for index in range(count + 1)]
-            self._slices[count, equal] = tuple(
+            self._slices[key] = tuple(
                 slice_of(
                     self.runs,
                     start,
                     stop,
                     exact=self.stream.is_exact,
-                    itemsize=self.itemsize,
-                    payload_bytes=self.stream.compressor.payload_bytes,
+                    itemsize=size,
+                    payload_bytes=code.payload_bytes,
                 )
                 for start, stop in pairwise(bounds)
             )
-        return self._slices[count, equal]
+        return self._slices[key]
+
+    def hops(self, nodes: Nodes, fine: Compressor) -> Hops:
+        """Return the layouts of a reduce-scatter in two hops, and what this rank sends in each.
+
+        Args:
+            nodes: The ranks by node.
+            fine: Compressor of the hop inside a node; the stream's is that between nodes.
+        """
+        size = sum(map(len, nodes.ranks))
+        inside = self.slices(size, equal=True, compressor=fine)
+        between = self.slices(size, equal=True, itemsize=_SUM_BYTES)
+        count, places = len(nodes.ranks), len(nodes.ranks[0])
+        column = set(nodes.column)
+        own = nodes.column[nodes.outer.rank()]
+
+        def sent(pieces: tuple[Slice, ...], to: Iterable[int], share: float) -> dict[str, Traffic]:
+            wire: dict[str, int] = dict.fromkeys(self.elements, 0)
+            for index in to:
+                for part in pieces[index].parts:
+                    wire[part.kind] += part.size
+            return {
+                kind: Traffic(round(share * numel * self.itemsize), wire[kind])
+                for kind, numel in self.elements.items()
+            }
+
+        return Hops(
+            fine=inside,
+            coarse=between,
+            inside=sent(inside, set(range(size)) - column, (places - 1) / places),
+            between=sent(between, column - {own}, (count - 1) / size),
+        )
 
     def traffic(
         self, collective: str, rank: int, size: int, compressed: bool

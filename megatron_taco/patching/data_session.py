@@ -36,11 +36,14 @@ def data_parallel_hooks(config: Config, counters: Counters) -> DataParallelHooks
             start_step=settings.start_step,
         )
 
+    inside = settings.gradients.inside_node()
     seed = whole(config.megatron.get("seed"))
     return DataParallelHooks(
         gradients=stream(GRADIENTS, settings.gradients),
         weights=stream(WEIGHTS, settings.weights),
         difference=settings.weights.difference,
+        inside_node=None if inside is None else compressors.build("block_integer", **inside),
+        ranks_per_node=settings.gradients.ranks_per_node,
         seed=_MEGATRONS_SEED if seed is None else seed,
         counter=lambda role, collective: counters[Flow(role, collective)],
     )

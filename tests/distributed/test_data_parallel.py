@@ -112,7 +112,10 @@ def test_sdp4bit_replicas_overlap_buckets_resume_and_bytes(
 
 
 def test_four_ranks_all_reduce_with_average_and_bf16(run_ranks: RankRunner, tmp_path: Path) -> None:
-    """Without the distributed optimiser: two-shot, small buckets, excluded kinds, BF16 sums."""
+    """Without the distributed optimiser: two-shot, small buckets, excluded kinds, BF16 sums.
+
+    With it, and two nodes of two ranks: two hops.
+    """
     config = write_config(tmp_path)
     base = (
         "megatron.ddp_average_in_collective=true",
@@ -133,6 +136,17 @@ def test_four_ranks_all_reduce_with_average_and_bf16(run_ranks: RankRunner, tmp_
     counted = flows(tmp_path, "on")
     embedding = counted["dp.gradients.embedding all_reduce"]
     assert embedding["compressed"] == 0
+    two_hops = ("megatron.train_iters=2", f"{DP}.gradients.ranks_per_node=2")
+    run(run_ranks, 4, config, "nodes", *SDP4BIT, *OVERLAP_BOTH, *two_hops)
+    assert abs(losses(tmp_path, "nodes")[2] - reference[2]) < 0.01 * reference[2]
+    hops = flows(tmp_path, "nodes")
+    inside = hops["dp.gradients.mlp inside_node"]
+    between = hops["dp.gradients.mlp reduce_scatter"]
+    assert inside["calls"] == inside["compressed"] == between["compressed"] == 2 * 4
+    # Inside a node half of the bucket moves at 8 bits for 32, between nodes a quarter at 4.
+    assert inside["raw_bytes"] == 2 * between["raw_bytes"]
+    assert inside["wire_bytes"] < 0.27 * inside["raw_bytes"]
+    assert between["wire_bytes"] < 0.14 * between["raw_bytes"]
     attention = counted["dp.gradients.attention all_reduce"]
     assert attention["compressed"] == attention["calls"] // 2
     assert attention["error"] is None or attention["error"] < 0.03

@@ -45,6 +45,7 @@ def test_sdp4bit_is_what_was_published(tmp_path: Path) -> None:
     assert hooks.weights is not None
     assert hooks.gradients.compressor == BlockInteger(4, 128, 32, "bf16")
     assert hooks.weights.compressor == BlockInteger(4, 2048, 1, "fp32")
+    assert hooks.inside_node == BlockInteger(8, 512, 1, "fp32")
     assert hooks.difference
     assert hooks.seed == 1234
     assert load(tmp_path / "run.yaml").to_yaml() == loaded.to_yaml()
@@ -63,7 +64,7 @@ def test_other_compressors_take_their_own_settings(tmp_path: Path) -> None:
     assert hooks.weights is not None
     assert hooks.gradients.compressor == Taco("int6", 64)
     assert hooks.weights.compressor == BlockInteger(8)
-    assert (hooks.difference, hooks.seed) == (False, 5)
+    assert (hooks.difference, hooks.inside_node, hooks.seed) == (False, None, 5)
     assert hooks.gradients.is_exact("embedding")
     assert hooks.gradients.is_exact("norm")
     assert not hooks.gradients.is_exact("mlp")
