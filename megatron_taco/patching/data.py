@@ -70,17 +70,18 @@ def all_flows() -> list[Flow]:
     return gradients + [Flow(f"{WEIGHTS}.{kind}", "all_gather") for kind in KINDS]
 
 
-def expected_flows(
-    *, gradients: Stream | None, weights: Stream | None, distributed_optimizer: bool
-) -> list[Flow]:
-    """The flows that must happen in a training step of a GPT over several data-parallel ranks."""
-    found = []
-    collective = "reduce_scatter" if distributed_optimizer else "all_reduce"
-    for stream, name in ((gradients, collective), (weights, "all_gather")):
-        if stream is not None:
-            kinds = [k for k in ("attention", "mlp") if not stream.is_exact(k)]
-            found += [Flow(f"{stream.role}.{kind}", name) for kind in kinds]
-    return found
+def expected_flows(stream: Stream, *, distributed_optimizer: bool) -> list[Flow]:
+    """The flows that must happen in a training step of a GPT over several data-parallel ranks.
+
+    Args:
+        stream: Of gradients or of weights.
+        distributed_optimizer: Whether gradients are reduce-scattered.
+    """
+    collective = "all_reduce"
+    if distributed_optimizer:
+        collective = "reduce_scatter" if stream.role == GRADIENTS else "all_gather"
+    kinds = [kind for kind in ("attention", "mlp") if not stream.is_exact(kind)]
+    return [Flow(f"{stream.role}.{kind}", collective) for kind in kinds]
 
 
 class Handles:

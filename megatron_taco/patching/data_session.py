@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron_taco import compressors
 from megatron_taco.config import Config
 from megatron_taco.config.data_parallel import Gradients, Weights
 from megatron_taco.config.megatron_section import whole
-from megatron_taco.patching.data import DataParallelHooks
+from megatron_taco.patching.data import DataParallelHooks, expected_flows
 from megatron_taco.patching.data_plans import GRADIENTS, WEIGHTS, Stream
-from megatron_taco.telemetry.counters import Counters, Flow
+from megatron_taco.patching.flows import FlowCheck
+from megatron_taco.telemetry.counters import Counters, Flow, FlowTotal
 
 _MEGATRONS_SEED = 1234
 
@@ -47,3 +50,33 @@ def data_parallel_hooks(config: Config, counters: Counters) -> DataParallelHooks
         seed=_MEGATRONS_SEED if seed is None else seed,
         counter=lambda role, collective: counters[Flow(role, collective)],
     )
+
+
+def data_parallel_checks(
+    hooks: DataParallelHooks,
+    config: Config,
+    *,
+    totals: Callable[[], list[FlowTotal]],
+    distributed_optimizer: bool,
+) -> list[FlowCheck]:
+    """Return the checks that what is on does happen: of gradients, and of weights once updated.
+
+    Args:
+        hooks: Of the run.
+        config: The run's configuration.
+        totals: Gives the counts over all ranks (a collective call).
+        distributed_optimizer: Whether gradients are reduce-scattered.
+    """
+    settings = config.compression.data_parallel
+    return [
+        FlowCheck(
+            totals=totals,
+            expected=expected_flows(stream, distributed_optimizer=distributed_optimizer),
+            start_step=settings.start_step,
+            min_bytes=settings.min_bytes,
+            section="compression.data_parallel",
+            after_updates=stream.role == WEIGHTS,
+        )
+        for stream in (hooks.gradients, hooks.weights)
+        if stream is not None
+    ]

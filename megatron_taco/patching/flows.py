@@ -61,6 +61,8 @@ class FlowCheck:
         start_step: first step, counted from 0, that is compressed.
         min_bytes: the threshold in force.
         section: the configuration's section that turned the roles on.
+        after_updates: whether the flows follow an update of the weights, so that a step which
+            Megatron skips (a loss scale too high) does not count.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class FlowCheck:
         start_step: int,
         min_bytes: int,
         section: str = "compression.tensor_parallel",
+        after_updates: bool = False,
     ) -> None:
         self._section = section
+        self._after_updates = after_updates
         self._totals = totals
         self._expected = expected
         self._start_step = start_step
@@ -82,9 +86,14 @@ class FlowCheck:
         self._seen_checked = False
         self._done = False
 
-    def step_done(self, step: int) -> None:
-        """Note an executed step, counted from 0; raises :class:`FlowCheckError` on a problem."""
-        if self._done:
+    def step_done(self, step: int, *, skipped: bool = False) -> None:
+        """Note an executed step; raises :class:`FlowCheckError` on a problem.
+
+        Args:
+            step: the step, counted from 0.
+            skipped: whether it left the weights as they were; the same on all ranks.
+        """
+        if self._done or (skipped and self._after_updates):
             return
         self._executed += 1
         self._compressing += step >= self._start_step

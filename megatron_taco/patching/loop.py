@@ -18,6 +18,8 @@ from megatron_taco.telemetry.reporter import Reporter
 
 OWNER = "telemetry"
 _LOSS = "lm loss"
+_SKIPPED = 1
+"""Where in the result of ``train_step`` it says that the step was skipped."""
 
 Hit = Callable[[], None]
 StepListener = Callable[[int], None]
@@ -59,7 +61,7 @@ class LoopHooks:
             result = original(*args, **kwargs)
             self._reporter.add_step_time(time.perf_counter() - start)
             for check in self._checks:
-                check.step_done(step)
+                check.step_done(step, skipped=bool(result[_SKIPPED]))
             return result
 
         return train_step

@@ -9,7 +9,7 @@ from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Config
 from megatron_taco.patching import data, tensor
-from megatron_taco.patching.data_session import data_parallel_hooks
+from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks
 from megatron_taco.patching.registry import Applied, Registry
@@ -88,19 +88,13 @@ class Session:
                 min_bytes=router.min_bytes,
             )
         self.data_parallel = data_parallel_hooks(config, self.counters)
-        self.data_check: FlowCheck | None = None
+        self.data_checks: list[FlowCheck] = []
         if self.data_parallel is not None:
-            settings = config.compression.data_parallel
-            self.data_check = FlowCheck(
+            self.data_checks = data_parallel_checks(
+                self.data_parallel,
+                config,
                 totals=self.reporter.totals,
-                expected=data.expected_flows(
-                    gradients=self.data_parallel.gradients,
-                    weights=self.data_parallel.weights,
-                    distributed_optimizer=distributed_optimizer,
-                ),
-                start_step=settings.start_step,
-                min_bytes=settings.min_bytes,
-                section="compression.data_parallel",
+                distributed_optimizer=distributed_optimizer,
             )
         self.current_step: int | None = None
         self._error_every = config.telemetry.error_every
@@ -141,14 +135,14 @@ class Session:
         if self.data_parallel is not None:
             self.data_parallel.claim(registry)
         LoopHooks(
-            self.reporter, self._begin_step, self._begin_evaluation, (self.check, self.data_check)
+            self.reporter, self._begin_step, self._begin_evaluation, (self.check, *self.data_checks)
         ).claim(registry)
         self._registry = registry
         self._applied = registry.apply()
 
     def finish(self) -> None:
         """After training: the checks a short run still owes, and the end table (all ranks)."""
-        for check in (self.check, self.data_check):
+        for check in (self.check, *self.data_checks):
             if check is not None:
                 check.finish()
         self.reporter.finish()

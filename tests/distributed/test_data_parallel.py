@@ -162,3 +162,39 @@ def test_what_cannot_work_is_refused_by_name(run_ranks: RankRunner, tmp_path: Pa
         with pytest.raises(AssertionError) as caught:
             run_ranks(train, ranks, config, list(overrides), init=False, timeout=100)
         assert message in " ".join(str(caught.value).split())
+
+
+def test_tied_copies_over_the_pipeline_and_skipped_steps(
+    run_ranks: RankRunner, tmp_path: Path
+) -> None:
+    """FP16 with a loss scale that overflows at first: NaN travels, steps are skipped, and then
+    both copies of the tied embedding and all replicas are still the same."""
+    config = write_config(tmp_path)
+    overrides = [
+        *SDP4BIT,
+        *OVERLAP_BOTH,
+        "megatron.pipeline_model_parallel_size=2",
+        "megatron.bf16=false",
+        "megatron.fp16=true",
+        "megatron.initial_loss_scale=8388608",
+        "megatron.check_for_nan_in_loss_and_grad=false",
+        "megatron.hysteresis=1",
+        "megatron.train_iters=9",
+    ]
+    found = run_ranks(train, 4, config, overrides, None, digests, init=False, timeout=200)
+    stages: dict[str, list[dict[str, str]]] = {"first": [], "last": []}
+    for rank in found:
+        stages["last" if "module.output_layer.weight" in rank else "first"].append(rank)
+    for replicas in stages.values():
+        assert len(replicas) == 2
+        assert replicas[0] == replicas[1]
+    first, last = stages["first"][0], stages["last"][0]
+    assert first["module.embedding.word_embeddings.weight"] == last["module.output_layer.weight"]
+    steps = [line for line in metrics(tmp_path) if line["event"] == "step"]
+    skipped = [line["skipped"] for line in steps]
+    assert skipped[0]
+    assert not skipped[-1]
+    counted = flows(tmp_path, "run")
+    assert counted["dp.gradients.mlp reduce_scatter"]["nonfinite_blocks"] > 0
+    assert counted["dp.gradients.tied_embedding reduce_scatter"]["compressed"] > 0
+    assert counted["dp.weights.tied_embedding all_gather"]["compressed"] == 0

@@ -10,7 +10,8 @@ from megatron_taco.compressors import BlockInteger, Taco
 from megatron_taco.config import Config, ConfigError, load
 from megatron_taco.patching import conflicts, data_conflicts
 from megatron_taco.patching.data import all_flows, expected_flows
-from megatron_taco.patching.data_session import data_parallel_hooks
+from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
+from megatron_taco.patching.flows import FlowCheckError
 from megatron_taco.telemetry.counters import Counters, Flow
 
 MODE = "compression.data_parallel.mode"
@@ -82,19 +83,35 @@ def test_expected_flows_follow_the_optimiser_and_what_is_excluded(tmp_path: Path
     hooks = data_parallel_hooks(config(tmp_path, section), Counters(all_flows()))
     assert hooks is not None
 
-    def expected(distributed_optimizer: bool) -> list[Flow]:
-        return expected_flows(
-            gradients=hooks.gradients,
-            weights=hooks.weights,
-            distributed_optimizer=distributed_optimizer,
-        )
+    assert hooks.gradients is not None
+    assert hooks.weights is not None
+    scattered = expected_flows(hooks.gradients, distributed_optimizer=True)
+    assert scattered == [Flow("dp.gradients.attention", "reduce_scatter")]
+    gathered = expected_flows(hooks.weights, distributed_optimizer=True)
+    assert gathered == [Flow("dp.weights.attention", "all_gather")]
+    reduced = expected_flows(hooks.gradients, distributed_optimizer=False)
+    assert reduced == [Flow("dp.gradients.attention", "all_reduce")]
+    assert {*scattered, *gathered, *reduced} <= set(all_flows())
 
-    assert expected(True) == [
-        Flow("dp.gradients.attention", "reduce_scatter"),
-        Flow("dp.weights.attention", "all_gather"),
-    ]
-    assert Flow("dp.gradients.attention", "all_reduce") in expected(False)
-    assert set(expected(True)) <= set(all_flows())
+
+def test_weights_are_expected_only_after_steps_that_were_taken(tmp_path: Path) -> None:
+    """FP16 starts with a loss scale that overflows: steps are skipped, and no weights move."""
+    section = {"mode": "on", "weights": {"compressor": "sdp4bit"}}
+    loaded = config(tmp_path, section)
+    hooks = data_parallel_hooks(loaded, Counters(all_flows()))
+    assert hooks is not None
+    gradients, weights = data_parallel_checks(
+        hooks, loaded, totals=lambda: [], distributed_optimizer=True
+    )
+    for step in range(5):
+        weights.step_done(step, skipped=True)
+    weights.finish()
+    weights.step_done(5)
+    with pytest.raises(FlowCheckError, match=r"dp\.weights\.attention \(all_gather\) is on but"):
+        weights.step_done(6)
+    gradients.step_done(0, skipped=True)
+    with pytest.raises(FlowCheckError, match=r"compression\.data_parallel: role dp\.gradients"):
+        gradients.step_done(1, skipped=True)
 
 
 @pytest.mark.parametrize(
