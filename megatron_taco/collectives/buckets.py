@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_taco.collectives import wire
+from megatron_taco.collectives import launch, wire
+from megatron_taco.collectives.pipeline import Chunk, Pipeline
 from megatron_taco.collectives.segments import Part, Slice
 from megatron_taco.collectives.work import Work
 from megatron_taco.compressors import Compressor
@@ -56,18 +57,18 @@ def reduce_scatter(
     Returns:
         The handle: ``output`` is ready once its ``wait`` has returned.
     """
-    with torch.no_grad():
-        sent = encode_slices(bucket, list(enumerate(slices)), codec, on_part)
-        received, handle = _exchange(sent, slices, group)
     mine = slices[group.rank()]
-    divisor = group.size() if average else None
 
-    def finish() -> None:
+    def chunk() -> Chunk:
+        sent = encode_slices(bucket, list(enumerate(slices)), codec, on_part)
+        received = sent.new_empty(group.size(), mine.size)
+        yield _exchange(received, sent, slices, group)
+        divisor = group.size() if average else None
         for part, total in sums(received, mine, codec, output.dtype, divisor):
             # The part's places count from the bucket's start, the output's from the slice's.
             part.shifted(mine.start).put(total, output)
 
-    return Work(handle, finish, sent, received)
+    return start(chunk(), bucket)
 
 
 def all_reduce(
@@ -93,39 +94,52 @@ def all_reduce(
     Returns:
         The handle: the sum is in ``bucket`` once its ``wait`` has returned.
     """
-    with torch.no_grad():
-        sent = encode_slices(bucket, list(enumerate(slices)), codec, on_part)
-        if len(slices) == 1:
-            received, handle = wire.gather(sent, group, async_op=True)
-        else:
-            received, handle = _exchange(sent, slices, group)
-
     divisor = group.size() if average else None
+    parts = _one_shot if len(slices) == 1 else _two_shot
+    return start(parts(bucket, slices, group, codec, divisor, on_part), bucket)
 
-    def finish_one_shot() -> None:
-        for part, total in sums(received, slices[0], codec, bucket.dtype, divisor):
-            part.put(total, bucket)
 
-    def finish_two_shot() -> None:
-        rank = group.rank()
-        reduced = _reduce_encode(received, slices[rank], rank, codec, bucket.dtype, divisor)
-        largest = max(piece.size for piece in slices)
-        padded = reduced.new_zeros(largest)
-        padded[: reduced.numel()] = reduced
-        gathered, _ = wire.gather(padded, group, async_op=False)
-        for index, piece in enumerate(slices):
-            for part in piece.parts:
-                payload = part.bytes_of(gathered[index])
-                if part.exact:
-                    part.put(_values(payload, bucket.dtype), bucket)
-                    continue
-                compressor = codec(RESULT, index, part.kind)
-                rows = payload.contiguous().unsqueeze(0)
-                total = compressor.decode_rows(rows, part.numel, torch.float32)[0]
-                part.put(_divided(total, divisor), bucket)
+def _one_shot(
+    bucket: Tensor,
+    slices: tuple[Slice, ...],
+    group: ProcessGroup,
+    codec: Codec,
+    divisor: int | None,
+    on_part: OnPart,
+) -> Chunk:
+    rows = bucket.new_empty(group.size(), slices[0].size, dtype=torch.uint8)
+    rows[group.rank()] = encode_slices(bucket, [(0, slices[0])], codec, on_part)
+    yield wire.gather(rows, group, async_op=True)
+    for part, total in sums(rows, slices[0], codec, bucket.dtype, divisor):
+        part.put(total, bucket)
 
-    finish = finish_one_shot if len(slices) == 1 else finish_two_shot
-    return Work(handle, finish, sent, received)
+
+def _two_shot(
+    bucket: Tensor,
+    slices: tuple[Slice, ...],
+    group: ProcessGroup,
+    codec: Codec,
+    divisor: int | None,
+    on_part: OnPart,
+) -> Chunk:
+    rank = group.rank()
+    sent = encode_slices(bucket, list(enumerate(slices)), codec, on_part)
+    received = sent.new_empty(group.size(), slices[rank].size)
+    yield _exchange(received, sent, slices, group)
+    reduced = _reduce_encode(received, slices[rank], rank, codec, bucket.dtype, divisor)
+    gathered = reduced.new_zeros(group.size(), max(piece.size for piece in slices))
+    gathered[rank, : reduced.numel()] = reduced
+    yield wire.gather(gathered, group, async_op=True)
+    for index, piece in enumerate(slices):
+        for part in piece.parts:
+            payload = part.bytes_of(gathered[index])
+            if part.exact:
+                part.put(_values(payload, bucket.dtype), bucket)
+                continue
+            compressor = codec(RESULT, index, part.kind)
+            rows = payload.contiguous().unsqueeze(0)
+            total = compressor.decode_rows(rows, part.numel, torch.float32)[0]
+            part.put(_divided(total, divisor), bucket)
 
 
 def all_gather_changes(
@@ -157,26 +171,37 @@ def all_gather_changes(
     """
     rank = group.rank()
     mine = slices[rank]
-    with torch.no_grad():
-        message = bucket.new_zeros(max(piece.size for piece in slices), dtype=torch.uint8)
+
+    def chunk() -> Chunk:
+        largest = max(piece.size for piece in slices)
+        rows = bucket.new_zeros(group.size(), largest, dtype=torch.uint8)
         for part in mine.parts:
             values = part.take(bucket) if part.exact else part.shifted(mine.start).take(changes)
-            write_part(part, values, message, codec(RESULT, rank, part.kind), on_part)
-        gathered, handle = wire.gather(message, group, async_op=True)
-
-    def finish() -> None:
+            write_part(part, values, rows[rank], codec(RESULT, rank, part.kind), on_part)
+        yield wire.gather(rows, group, async_op=True)
         for index, piece in enumerate(slices):
             for part in piece.parts:
-                payload = part.bytes_of(gathered[index])
+                payload = part.bytes_of(rows[index])
                 if part.exact:
                     part.put(_values(payload, bucket.dtype), bucket)
                     continue
-                rows = payload.contiguous().unsqueeze(0)
                 compressor = codec(RESULT, index, part.kind)
-                decoded = compressor.decode_rows(rows, part.numel, torch.float32)[0]
+                coded = payload.contiguous().unsqueeze(0)
+                decoded = compressor.decode_rows(coded, part.numel, torch.float32)[0]
                 part.put(part.take(bucket).float() + decoded if add else decoded, bucket)
 
-    return Work(handle, finish, message, gathered)
+    return start(chunk(), bucket)
+
+
+def start(chunk: Chunk, bucket: Tensor) -> Work:
+    """Starts a collective that is one chunk: returns once its first message is under way.
+
+    Args:
+        chunk: Its steps.
+        bucket: What it works on.
+    """
+    with torch.no_grad():
+        return Work(Pipeline([chunk], 1), launch.nothing, bucket)
 
 
 def encode_slices(
@@ -214,19 +239,18 @@ def write_part(
     on_part(part.kind, values, payload, compressor)
 
 
-def _exchange(sent: Tensor, slices: tuple[Slice, ...], group: ProcessGroup) -> tuple[Tensor, Any]:
-    """Sends the message of slice r to rank r; returns uint8 [P, bytes of the own slice], handle."""
-    mine = slices[group.rank()].size
-    received = sent.new_empty(group.size() * mine)
-    handle = dist.all_to_all_single(
-        received,
+def _exchange(
+    received: Tensor, sent: Tensor, slices: tuple[Slice, ...], group: ProcessGroup
+) -> Any:
+    """Sends the message of slice r to rank r; uint8 [P, bytes of the own slice] come back."""
+    return dist.all_to_all_single(
+        received.view(-1),
         sent,
-        output_split_sizes=[mine] * group.size(),
+        output_split_sizes=[received.shape[1]] * group.size(),
         input_split_sizes=[piece.size for piece in slices],
         group=group,
         async_op=True,
     )
-    return received.view(group.size(), mine), handle
 
 
 def sums(

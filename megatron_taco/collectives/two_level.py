@@ -13,7 +13,6 @@ Two lossy steps; (K - 1) / P of the bucket crosses between nodes for each rank, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +22,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_taco.collectives import buckets
 from megatron_taco.collectives.buckets import Codec, OnPart
+from megatron_taco.collectives.nodes import NodeGroups, Topology
+from megatron_taco.collectives.pipeline import Chunk
 from megatron_taco.collectives.segments import Slice
 from megatron_taco.collectives.work import Work
 
@@ -33,39 +34,38 @@ class Nodes:
 
     Attributes:
         ranks: Group ranks, ``ranks[k][l]`` on node k; as many on each node.
-        inner: The group of this rank's node, in the order of ``ranks[k]``.
-        outer: The group of the ranks at this rank's place on all nodes, in node order.
+        groups: The groups of this rank's node, in the order of ``ranks[k]``, and of the ranks at
+            its place on all nodes, in node order.
     """
 
     ranks: tuple[tuple[int, ...], ...]
-    inner: ProcessGroup
-    outer: ProcessGroup
+    groups: NodeGroups
 
     @property
     def column(self) -> tuple[int, ...]:
         """Group ranks at this rank's place, node by node."""
-        place = self.inner.rank()
+        place = self.groups.local.rank()
         return tuple(node[place] for node in self.ranks)
 
 
-def nodes_of(ranks: Sequence[int], ranks_per_node: int) -> tuple[tuple[int, ...], ...] | None:
-    """Returns the positions in ``ranks`` by node, or None where two hops have no use.
+def nodes_of(group: ProcessGroup, topology: Topology) -> Nodes | None:
+    """Returns how a group lies on nodes, or None where two hops have no use.
+
+    All ranks of the group make the first call for it, and make no other call on it meanwhile.
 
     Args:
-        ranks: Global ranks of a group.
-        ranks_per_node: Global ranks of a node; node k has ranks k n to (k + 1) n - 1.
-
-    Returns:
-        None if all are on one node, none share one, or nodes have different numbers of them.
+        group: A group of this rank.
+        topology: Knows this rank's node.
     """
-    found: dict[int, list[int]] = {}
-    for position, rank in enumerate(ranks):
-        found.setdefault(rank // ranks_per_node, []).append(position)
-    nodes = tuple(tuple(found[node]) for node in sorted(found))
-    sizes = {len(node) for node in nodes}
-    if len(nodes) == 1 or len(sizes) > 1 or sizes == {1}:
+    groups = topology.of(group)
+    if groups is None:
         return None
-    return nodes
+    mine = dist.get_process_group_ranks(groups.across)
+    columns: list[list[int]] = [[]] * groups.local.size()
+    dist.all_gather_object(columns, mine, group=groups.local)
+    place = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
+    ranks = tuple(tuple(place[rank] for rank in node) for node in zip(*columns, strict=True))
+    return Nodes(ranks, groups)
 
 
 def reduce_scatter(
@@ -98,26 +98,28 @@ def reduce_scatter(
     Returns:
         The handle; the second hop happens in its ``wait``.
     """
-    order = [node[place] for place in range(len(nodes.ranks[0])) for node in nodes.ranks]
-    per_rank = len(nodes.ranks)
-    with torch.no_grad():
+    local, across = nodes.groups.local, nodes.groups.across
+
+    def chunk() -> Chunk:
+        order = [node[place] for place in range(local.size()) for node in nodes.ranks]
         numbered = [(index, fine[index]) for index in order]
         sent = buckets.encode_slices(bucket, numbered, fine_codec, on_fine)
-        sizes = [piece.size for _, piece in numbered]
-        splits = [sum(sizes[at : at + per_rank]) for at in range(0, len(sizes), per_rank)]
-        mine = splits[nodes.inner.rank()]
-        received = sent.new_empty(nodes.inner.size() * mine)
-        handle = dist.all_to_all_single(
-            received, sent, [mine] * nodes.inner.size(), splits, group=nodes.inner, async_op=True
+        splits = [
+            sum(fine[index].size for index in column) for column in zip(*nodes.ranks, strict=True)
+        ]
+        received = sent.new_empty(local.size(), splits[local.rank()])
+        yield dist.all_to_all_single(
+            received.view(-1),
+            sent,
+            [received.shape[1]] * local.size(),
+            splits,
+            group=local,
+            async_op=True,
         )
-
-    def finish() -> None:
-        own = nodes.column[nodes.outer.rank()]
-        node_rows = received.view(nodes.inner.size(), mine)
-        message = node_rows.new_zeros(sum(coarse[index].size for index in nodes.column))
+        message = sent.new_zeros(sum(coarse[index].size for index in nodes.column))
         come_from = gone_to = 0
         for index in nodes.column:
-            rows = node_rows[:, come_from : come_from + fine[index].size]
+            rows = received[:, come_from : come_from + fine[index].size]
             target = message[gone_to : gone_to + coarse[index].size]
             summed = buckets.sums(rows, fine[index], fine_codec, bucket.dtype, None)
             for part, (_, total) in zip(coarse[index].parts, summed, strict=True):
@@ -125,18 +127,18 @@ def reduce_scatter(
                 buckets.write_part(part, total, target, compressor, on_coarse)
             come_from += fine[index].size
             gone_to += coarse[index].size
-        size = coarse[own].size
-        answers = message.new_empty(nodes.outer.size() * size)
-        dist.all_to_all_single(
-            answers,
+        own = nodes.column[across.rank()]
+        answers = message.new_empty(across.size(), coarse[own].size)
+        yield dist.all_to_all_single(
+            answers.view(-1),
             message,
-            [size] * nodes.outer.size(),
+            [coarse[own].size] * across.size(),
             [coarse[index].size for index in nodes.column],
-            group=nodes.outer,
+            group=across,
+            async_op=True,
         )
-        rows = answers.view(nodes.outer.size(), size)
-        divisor = sum(map(len, nodes.ranks)) if average else None
-        for part, total in buckets.sums(rows, coarse[own], coarse_codec, torch.float32, divisor):
+        divisor = local.size() * across.size() if average else None
+        for part, total in buckets.sums(answers, coarse[own], coarse_codec, torch.float32, divisor):
             part.shifted(coarse[own].start).put(total, output)
 
-    return Work(handle, finish, sent, received)
+    return buckets.start(chunk(), bucket)

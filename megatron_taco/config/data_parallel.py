@@ -89,7 +89,7 @@ class Gradients(_Codec):
         rounding: Of `block_integer` and `sdp4bit`: to nearest, or stochastic from a counter.
         two_level: With `sdp4bit` and the distributed optimiser, sum inside each node at 8 bits
             before what goes between nodes at 4, where a group has several ranks on several nodes.
-        ranks_per_node: Ranks of a node, if not as many as torchrun started on this one.
+        ranks_per_node: Ranks of a node, if nodes are not to be told by their host names.
     """
 
     compressor: Literal["none", "sdp4bit", "taco", "block_integer"] = "sdp4bit"

@@ -32,11 +32,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_taco.collectives import buckets, two_level
+from megatron_taco.collectives.nodes import Topology
 from megatron_taco.collectives.router import FlowCounter
 from megatron_taco.collectives.traffic import Traffic
 from megatron_taco.collectives.two_level import Nodes
 from megatron_taco.compressors import Compressor
-from megatron_taco.patching.data_nodes import make_nodes, ranks_per_node
 from megatron_taco.patching.data_plans import (
     GRADIENTS,
     WEIGHTS,
@@ -126,7 +126,7 @@ class DataParallelHooks:
         difference: Whether weights are sent as differences to what all ranks hold.
         inside_node: Compressor of a first hop inside each node, where a group spans nodes and has
             several ranks on each; None for one hop always.
-        ranks_per_node: Ranks of a node; None for as many as torchrun started on this one.
+        ranks_per_node: Ranks of a node; None to tell nodes by their host names.
         seed: Of random rounding.
         counter: Gives the counter of a role's collective.
         step: The step that runs now; the training loop sets it.
@@ -157,6 +157,7 @@ class DataParallelHooks:
             if self.weights
             else None
         )
+        self._topology: Topology | None = None
         self._nodes: dict[Any, Nodes | None] = {}
         self._changes: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
         self._made_equal: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
@@ -486,9 +487,15 @@ class DataParallelHooks:
             if self.inside_node is not None:
                 group = parallel_state.get_data_parallel_group(with_context_parallel=True)
                 if group not in self._nodes:
-                    self._nodes[group] = make_nodes(group, ranks_per_node(self.ranks_per_node))
+                    self._nodes[group] = two_level.nodes_of(group, self._node())
 
         return __init__
+
+    def _node(self) -> Topology:
+        if self._topology is None:
+            count = self.ranks_per_node
+            self._topology = Topology(None if count is None else str(dist.get_rank() // count))
+        return self._topology
 
     def claim(self, registry: Registry) -> None:
         """Claim all targets; nothing is replaced until the registry is applied."""

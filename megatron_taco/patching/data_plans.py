@@ -164,7 +164,7 @@ class Plan:
         between = self.slices(size, equal=True, itemsize=_SUM_BYTES)
         count, places = len(nodes.ranks), len(nodes.ranks[0])
         column = set(nodes.column)
-        own = nodes.column[nodes.outer.rank()]
+        own = nodes.column[nodes.groups.across.rank()]
 
         def sent(pieces: tuple[Slice, ...], to: Iterable[int], share: float) -> dict[str, Traffic]:
             wire: dict[str, int] = dict.fromkeys(self.elements, 0)

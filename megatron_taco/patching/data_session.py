@@ -74,6 +74,7 @@ def data_parallel_checks(
             expected=expected_flows(stream, distributed_optimizer=distributed_optimizer),
             start_step=settings.start_step,
             min_bytes=settings.min_bytes,
+            plain_passes=False,
             section="compression.data_parallel",
             after_updates=stream.role == WEIGHTS,
         )

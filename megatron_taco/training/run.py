@@ -234,6 +234,7 @@ class _Run:
             sequence_parallel=args.sequence_parallel,
             learned_positions=args.position_embedding_type == "learned_absolute",
             distributed_optimizer=args.use_distributed_optimizer,
+            policy_file=self.folder.policy,
         )
         self.session = session
         session.install(registry)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_taco.collectives import buckets, two_level
+from megatron_taco.collectives.nodes import Topology
 from megatron_taco.collectives.segments import Slice, runs_of, slice_of
 from megatron_taco.compressors import BlockInteger, Compressor, Taco
 from tests.distributed import oracle
@@ -221,20 +222,14 @@ def test_bucket_collectives(run_ranks: RankRunner, world_size: int) -> None:
 def check_two_level(rank: int, size: int) -> None:
     """Two nodes of two: 8 bits inside, 4 bits between, each rank's slice as computed by hand."""
     numel, fine_code, coarse_code = 2052, BlockInteger(8, 512, 1, "fp32"), BlockInteger()
-    assert two_level.nodes_of([0, 1, 2, 3], 2) == ((0, 1), (2, 3))
-    assert two_level.nodes_of([1, 5, 3, 7], 4) == ((0, 2), (1, 3))
-    assert two_level.nodes_of([0, 1, 2, 3], 4) is None
-    assert two_level.nodes_of([0, 1, 2, 3], 1) is None
-    assert two_level.nodes_of([0, 1, 2], 2) is None
-    for ranks in (((0, 1), (2, 3)), ((0, 2), (1, 3))):
-        groups = {}
-        for members in (*ranks, *zip(*ranks, strict=True)):
-            groups[members] = dist.new_group(members)
-        inner = next(
-            group for members, group in groups.items() if rank in members and members in ranks
-        )
-        column = next(m for m in zip(*ranks, strict=True) if rank in m)
-        nodes = two_level.Nodes(ranks, inner, groups[column])
+    group = dist.group.WORLD
+    assert group is not None
+    assert two_level.nodes_of(group, Topology("all on one")) is None
+    assert two_level.nodes_of(group, Topology(str(rank))) is None
+    for node, ranks in ((rank // 2, ((0, 1), (2, 3))), (rank % 2, ((0, 2), (1, 3)))):
+        nodes = two_level.nodes_of(group, Topology(str(node)))
+        assert nodes is not None
+        assert nodes.ranks == ranks
         for dtype in DTYPES:
             for average in (False, True):
                 xs = oracle.inputs(size, numel, dtype, seed=6)
