@@ -11,9 +11,21 @@ from megatron_taco.config.sizes import parse_size
 KINDS: Final = ("attention", "mlp", "embedding", "output_layer", "other")
 """Kinds of parameters that may be compressed; norms and biases never are."""
 
-SDP4BIT_GRADIENTS: Final = {"bits": 4, "block": 128, "transform": 32, "scale": "bf16"}
+SDP4BIT_GRADIENTS: Final = {
+    "bits": 4,
+    "block": 128,
+    "transform": 32,
+    "scale": "bf16",
+    "rounding": "stochastic",
+}
 """SDP4Bit's 4-bit hop (hpdps-group/SDP4Bit): groups of 128 after a Hadamard transform of 32."""
-SDP4BIT_INSIDE_NODE: Final = {"bits": 8, "block": 512, "transform": 1, "scale": "fp32"}
+SDP4BIT_INSIDE_NODE: Final = {
+    "bits": 8,
+    "block": 512,
+    "transform": 1,
+    "scale": "fp32",
+    "rounding": "stochastic",
+}
 """SDP4Bit's hop inside a node: 8 bits, groups of 512, not rotated."""
 SDP4BIT_WEIGHTS: Final = {"bits": 4, "block": 2048, "transform": 1, "scale": "fp32"}
 """SDP4Bit's weight differences: groups of 2048, not rotated."""
@@ -86,7 +98,8 @@ class Gradients(_Codec):
         transform: Order of the Hadamard transform of `block_integer`; 1 is none.
         scales: Of `taco`.
         scale: Dtype of the scales of `block_integer`.
-        rounding: Of `block_integer` and `sdp4bit`: to nearest, or stochastic from a counter.
+        rounding: Of `sdp4bit` (by default stochastic, as published; bits come from a counter) and
+            of `block_integer` (by default to nearest).
         two_level: With `sdp4bit` and the distributed optimiser, sum inside each node at 8 bits
             before what goes between nodes at 4, where a group has several ranks on several nodes.
         ranks_per_node: Ranks of a node, if nodes are not to be told by their host names.

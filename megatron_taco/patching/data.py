@@ -7,13 +7,6 @@ bucket in ``start_grad_sync`` and ``start_param_sync``. These look up as globals
 group that is to be compressed runs one of the two: then the bucket goes compressed, and instead of
 torch's coalescing manager, which would put our messages off until after they had been decoded,
 Megatron gets a list of our handles to wait for.
-
-Weights (SDP4Bit, arXiv 2410.15526): after the optimiser has written its FP32 master weights W into
-this rank's slice, rounded, that slice is put back to what all ranks hold, V, and W - V is kept; the
-gather then sends Q(W - V), and every rank, the owner too, makes V <- round(V + Q(W - V)). So V is
-Megatron's own parameter buffer, nothing has to be saved besides it, and errors do not pile up: what
-one step rounds away is in the next difference. V is made equal on all ranks by one exact gather
-before the first such step of a process.
 """
 
 from __future__ import annotations
@@ -24,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,51 +29,23 @@ from megatron_taco.collectives.router import FlowCounter
 from megatron_taco.collectives.traffic import Traffic
 from megatron_taco.collectives.two_level import Nodes
 from megatron_taco.compressors import Compressor
+from megatron_taco.patching.data_changes import Changes
+from megatron_taco.patching.data_flows import INSIDE_NODE
 from megatron_taco.patching.data_plans import (
-    GRADIENTS,
-    WEIGHTS,
     ModelParameters,
     Plan,
     Plans,
     Stream,
     one_shot,
 )
-from megatron_taco.patching.parameter_kinds import KINDS
 from megatron_taco.patching.registry import Registry
 from megatron_taco.patching.tensor import _Overlay
-from megatron_taco.telemetry.counters import Flow
 
 OWNER = "compression.data_parallel"
-INSIDE_NODE = "inside_node"
-"""The first hop of a reduce-scatter in two; the second is counted as the reduce-scatter."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Hit = Callable[[], None]
 Plain = Callable[[], Any]
-
-
-def all_flows() -> list[Flow]:
-    """Every flow this seam can count, in report order."""
-    gradients = [
-        Flow(f"{GRADIENTS}.{kind}", collective)
-        for collective in ("reduce_scatter", INSIDE_NODE, "all_reduce")
-        for kind in KINDS
-    ]
-    return gradients + [Flow(f"{WEIGHTS}.{kind}", "all_gather") for kind in KINDS]
-
-
-def expected_flows(stream: Stream, *, distributed_optimizer: bool) -> list[Flow]:
-    """The flows that must happen in a training step of a GPT over several data-parallel ranks.
-
-    Args:
-        stream: Of gradients or of weights.
-        distributed_optimizer: Whether gradients are reduce-scattered.
-    """
-    collective = "all_reduce"
-    if distributed_optimizer:
-        collective = "reduce_scatter" if stream.role == GRADIENTS else "all_gather"
-    kinds = [kind for kind in ("attention", "mlp") if not stream.is_exact(kind)]
-    return [Flow(f"{stream.role}.{kind}", collective) for kind in kinds]
 
 
 class Handles:
@@ -159,8 +123,7 @@ class DataParallelHooks:
         )
         self._topology: Topology | None = None
         self._nodes: dict[Any, Nodes | None] = {}
-        self._changes: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
-        self._made_equal: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._changes = Changes(self._weight_plans, self.difference) if self._weight_plans else None
 
     # What a bucket group does
 
@@ -194,6 +157,7 @@ class DataParallelHooks:
             if plans is None or not _is_ours(group, "param_data"):
                 return original(group, *args, **kwargs)
             hit()
+            assert self._changes is not None
             compressed = any(bucket in self._changes for bucket in group.buckets)
             with self._syncing(_Sync(list(group.buckets), plans, compressed)):
                 return original(group, *args, **kwargs)
@@ -372,7 +336,8 @@ class DataParallelHooks:
             hit()
             sync, bucket = found
             plan = sync.plans.of(bucket)
-            changes = self._changes.pop(bucket, None)
+            assert self._changes is not None
+            changes = self._changes.take(bucket)
 
             def compressed(codec: buckets.Codec, on_part: buckets.OnPart) -> Any:
                 assert changes is not None
@@ -425,55 +390,19 @@ class DataParallelHooks:
     def _copy_main_params(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
         @functools.wraps(original)
         def copy_main_params(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            plans = self._weight_plans
-            if plans is None or optimizer.is_stub_optimizer:
+            weights = self._changes
+            if weights is None or optimizer.is_stub_optimizer:
                 return original(optimizer, *args, **kwargs)
             hit()
-            if self.step < plans.stream.start_step:
+            if self.step < weights.plans.stream.start_step:
                 return original(optimizer, *args, **kwargs)
-            masters = _masters(optimizer, plans)
-            group = optimizer.data_parallel_group
-            before = {
-                bucket: self._own_slice_before(plans.of(bucket), bucket, group)
-                for bucket in masters
-            }
-            result = original(optimizer, *args, **kwargs)
-            for bucket, pieces in masters.items():
-                self._keep_changes(plans.of(bucket), bucket, pieces, before[bucket], group)
-            return result
+            with weights.kept(optimizer, self._count_exact_gather):
+                return original(optimizer, *args, **kwargs)
 
         return copy_main_params
 
-    def _own_slice_before(self, plan: Plan, bucket: Any, group: ProcessGroup) -> Tensor:
-        """This rank's slice as all ranks hold it, which the first time is made sure of."""
-        own = _own_slice(bucket.param_data, group)
-        if bucket not in self._made_equal:
-            dist.all_gather_into_tensor(bucket.param_data, own.clone(), group=group)
-            self._count(plan, "all_gather", group, False)
-            self._made_equal[bucket] = True
-        return own.clone()
-
-    def _keep_changes(
-        self,
-        plan: Plan,
-        bucket: Any,
-        pieces: list[tuple[int, Tensor]],
-        before: Tensor,
-        group: ProcessGroup,
-    ) -> None:
-        own = _own_slice(bucket.param_data, group)
-        changes = torch.zeros_like(own, dtype=torch.float32)
-        start = group.rank() * own.numel()
-        for place, master in pieces:
-            changes[place - start : place - start + master.numel()] = master.detach().view(-1)
-        if self.difference:
-            changes -= before.float()
-        mine = plan.slices(group.size(), equal=True)[group.rank()]
-        for part in mine.parts:
-            if not part.exact:
-                for first, last in part.spans:
-                    own[first - start : last - start] = before[first - start : last - start]
-        self._changes[bucket] = changes
+    def _count_exact_gather(self, plan: Plan, group: ProcessGroup) -> None:
+        self._count(plan, "all_gather", group, False)
 
     def _ddp_init(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -532,30 +461,3 @@ def _is_ours(group: Any, flat: str) -> bool:
         and all(getattr(parameter, "allreduce", True) for parameter in bucket.params)
         for bucket in group.buckets
     )
-
-
-def _own_slice(flat: Tensor, group: ProcessGroup) -> Tensor:
-    width = flat.numel() // group.size()
-    return flat[group.rank() * width : (group.rank() + 1) * width]
-
-
-def _masters(optimizer: Any, plans: Plans) -> dict[Any, list[tuple[int, Tensor]]]:
-    """The FP32 master weights of this rank's slice, by bucket: (place in the bucket, values)."""
-    found: dict[Any, list[tuple[int, Tensor]]] = {}
-    for buffer in optimizer.buffers:
-        for bucket in buffer.buckets:
-            ours = bucket.param_data is not None and bucket.param_data.dtype in _DTYPES[1:]
-            experts = not all(getattr(p, "allreduce", True) for p in bucket.params)
-            alone = buffer.data_parallel_world_size == 1
-            if ours and not experts and not alone and plans.of(bucket).compresses:
-                found[bucket] = []
-    for models, masters in zip(
-        optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True
-    ):
-        for model, master in zip(models, masters, strict=True):
-            buffer, _, number = optimizer.model_param_gbuf_map[model]
-            bucket = optimizer.buffers[buffer].buckets[number]
-            if bucket in found:
-                place = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-                found[bucket].append((place.start, master))
-    return found

@@ -8,7 +8,8 @@ from megatron_taco import compressors
 from megatron_taco.config import Config
 from megatron_taco.config.data_parallel import Gradients, Weights
 from megatron_taco.config.megatron_section import whole
-from megatron_taco.patching.data import DataParallelHooks, expected_flows
+from megatron_taco.patching.data import DataParallelHooks
+from megatron_taco.patching.data_flows import expected_flows
 from megatron_taco.patching.data_plans import GRADIENTS, WEIGHTS, Stream
 from megatron_taco.patching.flows import FlowCheck
 from megatron_taco.telemetry.counters import Counters, Flow, FlowTotal

@@ -8,7 +8,7 @@ from typing import IO
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Config
-from megatron_taco.patching import data, tensor
+from megatron_taco.patching import data_flows, tensor
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks
@@ -66,7 +66,7 @@ class Session:
         settings = config.compression.tensor_parallel
         compressing = settings.enabled
         flows = tensor.all_flows() if compressing else []
-        flows += data.all_flows() if config.compression.data_parallel.enabled else []
+        flows += data_flows.all_flows() if config.compression.data_parallel.enabled else []
         self.counters = Counters(flows)
         self.reporter = Reporter(
             counters=self.counters,

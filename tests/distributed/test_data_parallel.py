@@ -71,7 +71,7 @@ def test_sdp4bit_replicas_overlap_buckets_resume_and_bytes(
     config = write_config(tmp_path)
     short = f"megatron.train_iters={STEPS}"
     run(run_ranks, 2, config, "off", OFF, DISTRIBUTED_OPTIMIZER, short)
-    on = (*SDP4BIT, f"{DP}.gradients.rounding=stochastic", short)
+    on = (*SDP4BIT, short)
     plain = run(run_ranks, 2, config, "plain", *on)
     one = (*on, *OVERLAP_BOTH, ONE_BUCKET)
     overlapped = run(run_ranks, 2, config, "overlap", *one)

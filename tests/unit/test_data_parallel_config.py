@@ -9,7 +9,7 @@ import yaml
 from megatron_taco.compressors import BlockInteger, Taco
 from megatron_taco.config import Config, ConfigError, load
 from megatron_taco.patching import conflicts, data_conflicts
-from megatron_taco.patching.data import all_flows, expected_flows
+from megatron_taco.patching.data_flows import all_flows, expected_flows
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheckError
 from megatron_taco.telemetry.counters import Counters, Flow
@@ -44,9 +44,9 @@ def test_sdp4bit_is_what_was_published(tmp_path: Path) -> None:
     assert hooks is not None
     assert hooks.gradients is not None
     assert hooks.weights is not None
-    assert hooks.gradients.compressor == BlockInteger(4, 128, 32, "bf16")
+    assert hooks.gradients.compressor == BlockInteger(4, 128, 32, "bf16", "stochastic")
     assert hooks.weights.compressor == BlockInteger(4, 2048, 1, "fp32")
-    assert hooks.inside_node == BlockInteger(8, 512, 1, "fp32")
+    assert hooks.inside_node == BlockInteger(8, 512, 1, "fp32", "stochastic")
     assert hooks.difference
     assert hooks.seed == 1234
     assert load(tmp_path / "run.yaml").to_yaml() == loaded.to_yaml()
