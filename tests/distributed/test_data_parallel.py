@@ -152,16 +152,37 @@ def test_four_ranks_all_reduce_with_average_and_bf16(run_ranks: RankRunner, tmp_
     assert attention["error"] is None or attention["error"] < 0.03
 
 
-def test_what_cannot_work_is_refused_by_name(run_ranks: RankRunner, tmp_path: Path) -> None:
+def test_one_rank_is_refused_by_name(run_ranks: RankRunner, tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    cases = (
-        (1, ON, "compression.data_parallel.mode: on with a data-parallel size of 1"),
-        (2, (*ON, f"{DP}.min_bytes=1GiB"), "below min_bytes 1 GiB"),
-    )
-    for ranks, overrides, message in cases:
-        with pytest.raises(AssertionError) as caught:
-            run_ranks(train, ranks, config, list(overrides), init=False, timeout=100)
-        assert message in " ".join(str(caught.value).split())
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(train, 1, config, list(ON), init=False, timeout=100)
+    message = "compression.data_parallel.mode: on with a data-parallel size of 1"
+    assert message in " ".join(str(caught.value).split())
+
+
+def test_with_compressed_tensor_parallelism_copies_stay_equal(
+    run_ranks: RankRunner, tmp_path: Path
+) -> None:
+    """TP 2 x DP 2, both axes on: replicas are equal, and so is what both TP ranks hold."""
+    config = write_config(tmp_path)
+    overrides = [
+        *SDP4BIT,
+        "compression.tensor_parallel.mode=on",
+        "megatron.tensor_model_parallel_size=2",
+        "model.position_embedding_type=learned_absolute",
+        "megatron.train_iters=3",
+    ]
+    found = run_ranks(train, 4, config, overrides, None, digests, init=False, timeout=200)
+    assert found[0] == found[2]
+    assert found[1] == found[3]
+    copies = [name for name in found[0] if found[0][name] == found[1][name]]
+    assert "module.embedding.position_embeddings.weight" in copies
+    assert all(name in copies for name in found[0] if "norm" in name)
+    assert "module.embedding.word_embeddings.weight" not in copies
+    counted = flows(tmp_path, "run")
+    assert counted["tp.forward all_reduce"]["compressed"] > 0
+    assert counted["dp.gradients.replicated reduce_scatter"]["compressed"] == 0
+    assert counted["dp.gradients.mlp reduce_scatter"]["compressed"] == 3 * 4
 
 
 def test_tied_copies_over_the_pipeline_and_skipped_steps(
