@@ -14,6 +14,10 @@ BENCHMARKS: Commands = {
         "megatron_taco.lab.bench_collectives",
         "all-reduce, reduce-scatter, all-gather: ours beside the backend's",
     ),
+    "step": (
+        "megatron_taco.lab.bench_step",
+        "training steps: compressed beside uncompressed, and the limit",
+    ),
 }
 """Benchmark -> its module and one line of help."""
 

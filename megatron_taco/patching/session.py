@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -11,14 +12,16 @@ from megatron_taco.config import Config
 from megatron_taco.patching import data_flows, tensor
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
-from megatron_taco.patching.loop import LoopHooks
+from megatron_taco.patching.loop import LoopHooks, StepListener
 from megatron_taco.patching.preparation import Preparation
 from megatron_taco.patching.registry import Applied, Registry
 from megatron_taco.telemetry.counters import Counters, Flow
 from megatron_taco.telemetry.reporter import Reporter
 
 
-def tensor_parallel_router(config: Config, counters: Counters) -> Router:
+def tensor_parallel_router(
+    config: Config, counters: Counters, router_type: type[Router] = Router
+) -> Router:
     """The router of the tensor-parallel axis from ``compression.tensor_parallel``."""
     settings = config.compression.tensor_parallel
     roles = {
@@ -27,7 +30,7 @@ def tensor_parallel_router(config: Config, counters: Counters) -> Router:
         "tp.embedding": settings.embedding,
         "tp.output_layer": settings.output_layer,
     }
-    return Router(
+    return router_type(
         compressor=compressors.build(settings.compressor, **settings.settings()),
         algorithm=settings.algorithm,
         roles=frozenset(role for role, on in roles.items() if on),
@@ -48,6 +51,9 @@ class Session:
         sequence_parallel: whether activations are split over the sequence.
         learned_positions: whether positions are embedded.
         distributed_optimizer: whether gradients are reduce-scattered and weights gathered.
+        router_type: what routes the collectives; a program that measures brings its own.
+        step_listeners: called with the step, counted from 0, before each training step, once the
+            session has prepared it.
         policy_file: where rank 0 keeps the policy of ``auto``, or None.
     """
 
@@ -61,6 +67,8 @@ class Session:
         sequence_parallel: bool,
         learned_positions: bool,
         distributed_optimizer: bool,
+        router_type: type[Router] = Router,
+        step_listeners: Sequence[StepListener] = (),
         policy_file: Path | None = None,
     ) -> None:
         settings = config.compression.tensor_parallel
@@ -80,7 +88,7 @@ class Session:
         self.check: FlowCheck | None = None
         self._preparation: Preparation | None = None
         if compressing:
-            router = tensor_parallel_router(config, self.counters)
+            router = tensor_parallel_router(config, self.counters, router_type)
             self.router = router
             expected = tensor.expected_flows(
                 sequence_parallel=sequence_parallel,
@@ -113,6 +121,8 @@ class Session:
                 distributed_optimizer=distributed_optimizer,
             )
         self.current_step: int | None = None
+        self._step_listeners = tuple(step_listeners)
+        self._forward_chunks = config.compression.tensor_parallel.forward_chunks
         self._error_every = config.telemetry.error_every
 
     def _begin_step(self, step: int) -> None:
@@ -129,6 +139,8 @@ class Session:
         if self.data_parallel is not None:
             self.data_parallel.step = step
             self.data_parallel.sampling = sampling
+        for listener in self._step_listeners:
+            listener(step)
 
     def _begin_evaluation(self, done: int) -> None:
         self._prepare()
@@ -155,7 +167,7 @@ class Session:
     def install(self, registry: Registry) -> None:
         """Claim and apply all hooks; raises a ``PatchError`` before anything is changed."""
         if self.router is not None:
-            tensor.TensorParallelHooks(self.router).claim(registry)
+            tensor.TensorParallelHooks(self.router, self._forward_chunks).claim(registry)
         if self.data_parallel is not None:
             self.data_parallel.claim(registry)
         LoopHooks(

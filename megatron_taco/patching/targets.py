@@ -47,9 +47,13 @@ TARGETS: tuple[Target, ...] = (
         module=_LAYERS,
         attribute="torch",
         versions=SUPPORTED,
-        depends_on=(f"{_LINEAR}.backward", "LinearWithFrozenWeight.backward"),
+        depends_on=(
+            f"{_LINEAR}.forward",
+            f"{_LINEAR}.backward",
+            "LinearWithFrozenWeight.backward",
+        ),
         axis="tensor",
-        why="all-reduce of a column linear's input gradient (torch.distributed.all_reduce)",
+        why="a linear's all-reduce of its input gradient, and its product where that is chunked",
     ),
     Target(
         name="tensor.mappings.all_gather",

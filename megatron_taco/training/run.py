@@ -8,7 +8,7 @@ import io
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -27,18 +27,26 @@ if TYPE_CHECKING:
 OK, FAILED, USER_ERROR = 0, 1, 2
 
 
-def run(path: str, overrides: Sequence[str], *, check_only: bool = False) -> int:
+def run(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    check_only: bool = False,
+    make_session: Callable[..., Session] | None = None,
+) -> int:
     """Train as ``path`` says; returns the exit code.
 
     Args:
         path: the YAML file.
         overrides: ``dotted.key=value`` strings.
         check_only: stop after Megatron's own parser has accepted the configuration.
+        make_session: makes the session from the arguments of :class:`Session`, by default that
+            class; for programs that measure.
     """
     launched = started_by_launcher()
     ranks = ranks_from_environment()
     try:
-        this = _Run(load(path, overrides), ranks, sys.stdout)
+        this = _Run(load(path, overrides), ranks, sys.stdout, make_session)
         return this.check(launched=launched) if check_only else this.execute()
     except ConfigError as error:
         return _complain(ranks, error, USER_ERROR)
@@ -55,10 +63,17 @@ def _complain(ranks: Ranks, error: BaseException, code: int) -> int:
 class _Run:
     """The steps of a run, in order; each is a method."""
 
-    def __init__(self, config: Config, ranks: Ranks, console: IO[str]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        console: IO[str],
+        make_session: Callable[..., Session] | None,
+    ) -> None:
         self.config = config
         self.ranks = ranks
         self.console = console
+        self.make_session = make_session
         self.folder = RunFolder(config.run.folder)
         self.session: Session | None = None
         self.data_digest: str | None = None
@@ -226,7 +241,7 @@ class _Run:
 
         set_global_variables(args)
         repair(registry)
-        session = Session(
+        session = (self.make_session or Session)(
             self.config,
             stream=self.console,
             metrics=self.folder.metrics,

@@ -93,6 +93,15 @@ CASES = {
         f"{TP}.published_clips: true needs one of the formats e4m3, e5m2, but format is int8; "
         "set format: e4m3 or published_clips: false",
     ),
+    "too many chunks": (
+        tensor_parallel("forward_chunks: 17"),
+        f"{TP}.forward_chunks: 17 is out of range; allowed: at most 16",
+    ),
+    "chunks of nothing": (
+        tensor_parallel("{mode: on, forward: false, forward_chunks: 4}"),
+        f"{TP}.forward_chunks: 4 sends compressed activations in parts, but forward and "
+        "output_layer are false; set forward: true or forward_chunks: 1",
+    ),
     "nothing to compress": (
         tensor_parallel("{mode: on, forward: false, backward: false}"),
         f"{TP}.mode: 'on' with forward: false and backward: false compresses nothing; "
