@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_taco.config.megatron_section import whole
+from megatron_taco.patching import data_conflicts
 
 if TYPE_CHECKING:
     from megatron_taco.config import Config
@@ -81,16 +82,16 @@ def check(config: Config) -> list[str]:
     """Return why this configuration cannot run, one message a reason; empty if it can.
 
     Args:
-        config: A loaded configuration; `megatron` and `compression.tensor_parallel` are read.
+        config: A loaded configuration; `megatron` and `compression` are read.
 
     Returns:
         `LOCATION: KEY: found; why; what to change`, in a fixed order.
     """
+    found = data_conflicts.check(config)
     tensor = config.compression.tensor_parallel
     if tensor.mode == "off":
-        return []
+        return found
     megatron: Mapping[str, Any] = config.megatron
-    found: list[str] = []
 
     def refuse(key: str, text: str) -> None:
         found.append(f"{config.where(key)}: {key}: {text}")

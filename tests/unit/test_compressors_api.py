@@ -155,7 +155,7 @@ def test_bad_settings_are_refused_by_name(settings, message):
 
 
 def test_an_unknown_compressor_is_refused():
-    with pytest.raises(ValueError, match="compressor is 'tacos', allowed are taco"):
+    with pytest.raises(ValueError, match="compressor is 'tacos', allowed are block_integer, taco"):
         build("tacos")
 
 
