@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_in = install(settings, run_dir=launch.run_dir, device=launch.device)
         script = launch.script
         run_script(script, launch.arguments)
-        if settings.compression.tensor_parallel.enabled and not drop_in.started:
+        if settings.compression.enabled and not drop_in.started:
             raise ConfigError(
                 f"{script} has ended and nothing was compressed: it never called "
                 "megatron.training's pretrain(); a loop of your own calls "

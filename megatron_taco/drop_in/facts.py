@@ -20,6 +20,8 @@ class Facts:
             with compression.
         sequence_parallel: whether activations are split over the sequence.
         learned_positions: whether positions are embedded.
+        distributed_optimizer: whether gradients are reduce-scattered and weights gathered.
+        seed: of the run.
         log_interval: steps between two reports.
         save: folder of the checkpoints, or None.
         resumes: whether a checkpoint is there to go on from.
@@ -29,6 +31,8 @@ class Facts:
     arguments: Mapping[str, Any]
     sequence_parallel: bool
     learned_positions: bool
+    distributed_optimizer: bool
+    seed: int
     log_interval: int
     save: Path | None
     resumes: bool
@@ -44,6 +48,8 @@ def facts_of_megatron() -> Facts:
         arguments=vars(args),
         sequence_parallel=args.sequence_parallel,
         learned_positions=args.position_embedding_type == "learned_absolute",
+        distributed_optimizer=args.use_distributed_optimizer,
+        seed=args.seed,
         log_interval=args.log_interval,
         save=Path(args.save) if args.save else None,
         resumes=bool(args.load) and _has_checkpoint(Path(args.load)),
@@ -63,6 +69,8 @@ def facts_of_model(model_config: Any, position_embedding_type: str, save: Path |
         arguments={name: getattr(model_config, name, None) for name in _FROM_MODEL_CONFIG},
         sequence_parallel=model_config.sequence_parallel,
         learned_positions=position_embedding_type == "learned_absolute",
+        distributed_optimizer=False,
+        seed=0,  # keys the random rounding of the data-parallel axis, which such a loop has not
         log_interval=1,
         save=save,
         resumes=save is not None and _has_checkpoint(save),

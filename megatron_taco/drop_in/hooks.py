@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OWNER = "drop-in"
 _MODE = "compression.tensor_parallel.mode"
 _RESTART = (
-    f"--inprocess-restart does not go with {_MODE}: on: it builds process groups and model again "
+    "--inprocess-restart does not go with compression: it builds process groups and model again "
     "in a process whose hooks keep the old ones; leave it out, or compression off"
 )
 
@@ -183,13 +183,20 @@ class DropIn:
 
         refused = check_arguments(self.settings, facts.arguments)
         tensor = self.settings.compression.tensor_parallel
-        if tensor.enabled and facts.arguments.get("inprocess_restart"):
+        if self.settings.compression.enabled and facts.arguments.get("inprocess_restart"):
             refused.append(_RESTART)
         if tensor.mode == "auto" and not facts.megatron_training:
             refused.append(
                 f"{_MODE}: auto ({self.settings.where(_MODE)}) measures the messages that "
                 "Megatron's arguments tell, and a loop over megatron.core alone has none; "
                 "set mode: on"
+            )
+        data = self.settings.compression.data_parallel
+        if data.enabled and not facts.megatron_training:
+            refused.append(
+                "compression.data_parallel: a loop over megatron.core alone can have its "
+                "tensor-parallel traffic compressed, not yet its data-parallel traffic; set mode: "
+                "off"
             )
         if refused:
             raise ConfigError(refused)
@@ -202,15 +209,19 @@ class DropIn:
             log_interval=facts.log_interval,
             sequence_parallel=facts.sequence_parallel,
             learned_positions=facts.learned_positions,
+            distributed_optimizer=facts.distributed_optimizer,
+            seed=facts.seed,
             policy_file=folder.policy,
             knows_messages=facts.megatron_training,
         )
         session.install(registry)
         self._stack.callback(session.undo)
         self._session = session
-        what = "off: nothing is compressed"
+        what = "off" if data.enabled else "off: nothing is compressed"
         if tensor.enabled:
             what = f"{tensor.mode} ({tensor.compressor} {tensor.format}, block {tensor.block})"
+        if data.enabled:
+            what += f", data_parallel {data.mode}"
         session.reporter.say(f"megatron_taco {__version__}: {_MODE} {what}; figures in {path}")
 
     @contextlib.contextmanager

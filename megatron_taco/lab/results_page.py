@@ -106,7 +106,7 @@ def _collectives(report: Report) -> list[str]:
 
 
 def _kernels(report: Report) -> list[str]:
-    head = ["call", "format", "µs", "GB/s", "10% .. 90%", "share of copy"]
+    head = ["call", "format", "µs", "GB/s", "10% .. 90%", "share of copy", "host µs"]
     rows = [
         [
             row["name"],
@@ -115,6 +115,7 @@ def _kernels(report: Report) -> list[str]:
             f"{row['gigabytes_per_second']:.0f}",
             f"{row['low']:.0f} .. {row['high']:.0f}",
             f"{row['share']:.1%}",
+            f"{row['host_microseconds']:.1f}",
         ]
         for row in report["rows"]
     ]

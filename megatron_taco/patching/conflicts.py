@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_taco.config.megatron_section import whole
+from megatron_taco.patching import data_conflicts
 
 if TYPE_CHECKING:
     from megatron_taco.config import Config, Settings
@@ -118,15 +119,15 @@ def check(config: Config) -> list[str]:
     """Return why this configuration cannot run, one message a reason; empty if it can.
 
     Args:
-        config: A loaded configuration; `megatron` and `compression.tensor_parallel` are read.
+        config: A loaded configuration; `megatron` and `compression` are read.
 
     Returns:
         `LOCATION: KEY: found; why; what to change`, in a fixed order.
     """
+    found = data_conflicts.check(config)
     mode = config.compression.tensor_parallel.mode
     if mode == "off":
-        return []
-    found = []
+        return found
     if tensor_parallel_size(config.megatron) == 1:
         found.append(
             f"{config.where(_MODE)}: {_MODE}: "
@@ -153,10 +154,10 @@ def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[st
     Returns:
         One sentence a reason, which names the flag.
     """
+    found = data_conflicts.check_arguments(settings, arguments)
     mode = settings.compression.tensor_parallel.mode
     if mode == "off":
-        return []
-    found = []
+        return found
     if tensor_parallel_size(arguments) == 1:
         found.append(
             f"--tensor-model-parallel-size 1 with {_MODE}: {mode} "

@@ -10,7 +10,8 @@ from typing import IO
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Settings
-from megatron_taco.patching import tensor
+from megatron_taco.patching import data_flows, tensor
+from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks, StepListener
 from megatron_taco.patching.preparation import Preparation
@@ -50,6 +51,8 @@ class Session:
         log_interval: steps between two reports.
         sequence_parallel: whether activations are split over the sequence.
         learned_positions: whether positions are embedded.
+        distributed_optimizer: whether gradients are reduce-scattered and weights gathered.
+        seed: of the run; random rounding is keyed by it.
         router_type: what routes the collectives; a program that measures brings its own.
         step_listeners: called with the step, counted from 0, before each training step, once the
             session has prepared it.
@@ -67,6 +70,8 @@ class Session:
         log_interval: int,
         sequence_parallel: bool,
         learned_positions: bool,
+        distributed_optimizer: bool,
+        seed: int,
         router_type: type[Router] = Router,
         step_listeners: Sequence[StepListener] = (),
         policy_file: Path | None = None,
@@ -74,7 +79,9 @@ class Session:
     ) -> None:
         settings = config.compression.tensor_parallel
         compressing = settings.enabled
-        self.counters = Counters(tensor.all_flows() if compressing else [])
+        flows = tensor.all_flows() if compressing else []
+        flows += data_flows.all_flows() if config.compression.data_parallel.enabled else []
+        self.counters = Counters(flows)
         self.reporter = Reporter(
             counters=self.counters,
             stream=stream,
@@ -111,6 +118,15 @@ class Session:
                 show=self.reporter.show,
                 knows_messages=knows_messages,
             )
+        self.data_parallel = data_parallel_hooks(config, self.counters, seed)
+        self.data_checks: list[FlowCheck] = []
+        if self.data_parallel is not None:
+            self.data_checks = data_parallel_checks(
+                self.data_parallel,
+                config,
+                totals=self.reporter.totals,
+                distributed_optimizer=distributed_optimizer,
+            )
         self.current_step: int | None = None
         self._step_listeners = tuple(step_listeners)
         self._forward_chunks = config.compression.tensor_parallel.forward_chunks
@@ -123,9 +139,13 @@ class Session:
                 self.reporter.resumed(step)
             self._prepare()
         self.current_step = step + 1
+        sampling = bool(self._error_every) and step % self._error_every == 0
         if self.router is not None:
             self.router.step = step
-            self.router.sampling = bool(self._error_every) and step % self._error_every == 0
+            self.router.sampling = sampling
+        if self.data_parallel is not None:
+            self.data_parallel.step = step
+            self.data_parallel.sampling = sampling
         for listener in self._step_listeners:
             listener(step)
 
@@ -155,9 +175,11 @@ class Session:
         """Claim and apply all hooks; raises a ``PatchError`` before anything is changed."""
         if self.router is not None:
             tensor.TensorParallelHooks(self.router, self._forward_chunks).claim(registry)
-        LoopHooks(self.reporter, self._begin_step, self._begin_evaluation, self.check).claim(
-            registry
-        )
+        if self.data_parallel is not None:
+            self.data_parallel.claim(registry)
+        LoopHooks(
+            self.reporter, self._begin_step, self._begin_evaluation, (self.check, *self.data_checks)
+        ).claim(registry)
         self._registry = registry
         self._applied = registry.apply()
 
@@ -171,12 +193,13 @@ class Session:
         self._begin_step(number)
         yield
         if self.check is not None:
-            self.check.step_done(number)
+            self.check.step_done(number, skipped=False)
 
     def finish(self) -> None:
         """After training: the checks a short run still owes, and the end table (all ranks)."""
-        if self.check is not None:
-            self.check.finish()
+        for check in (self.check, *self.data_checks):
+            if check is not None:
+                check.finish()
         self.reporter.finish()
 
     def undo(self) -> None:

@@ -154,10 +154,13 @@ class _Run:
 
     def _parse(self, device: Device) -> argparse.Namespace:
         """Megatron's validated arguments; its own parser and rules decide, then the data's."""
+        from megatron_taco.patching import data_conflicts
         from megatron_taco.training import data_checks, megatron_args
 
         args = megatron_args.parse(self.config, device=device, embedded=self._embedded_data())
         self._refuse_conflicts()
+        if alone := data_conflicts.check_size(self.config, args.data_parallel_size):
+            raise ConfigError(alone)
         problems = data_checks.check(self.config, args)
         if problems:
             raise ConfigError(problems)
@@ -240,6 +243,8 @@ class _Run:
             log_interval=args.log_interval,
             sequence_parallel=args.sequence_parallel,
             learned_positions=args.position_embedding_type == "learned_absolute",
+            distributed_optimizer=args.use_distributed_optimizer,
+            seed=args.seed,
             policy_file=self.folder.policy,
         )
         self.session = session

@@ -25,7 +25,7 @@ PARTS = (
     Part(
         name="kernels",
         title="Kernels",
-        command=("-m", "megatron_taco.lab.bench_kernels"),
+        command=(*BENCH, "kernels"),
         aim="85% of the copy for E4M3 and INT8, 70% for INT6 and INT4",
     ),
     Part(

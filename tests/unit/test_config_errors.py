@@ -80,8 +80,8 @@ CASES = {
     ),
     "no axis yet": (
         GOOD + "compression:\n  pipeline_parallel: {}",
-        "x.yaml:4: compression.pipeline_parallel: unknown key; allowed: tensor_parallel "
-        "(nearest: tensor_parallel)",
+        "x.yaml:4: compression.pipeline_parallel: unknown key; allowed: tensor_parallel, "
+        "data_parallel (nearest: tensor_parallel)",
     ),
     "clips without dual scales": (
         tensor_parallel("{published_clips: true, scales: merged_bf16}"),

@@ -85,6 +85,10 @@ def test_every_configuration_file_is_accepted_by_megatron(name: str, parse_as: P
     assert args.untie_embeddings_and_output_weights is bool(
         wanted.untie_embeddings_and_output_weights
     )
+    # What Megatron filled in (widths, channels) is what the parameter count assumed.
+    filled = {**wanted.arguments(), "ffn_hidden_size": args.ffn_hidden_size}
+    filled["kv_channels"] = args.kv_channels
+    assert count_parameters(filled, 1000) == count_parameters(wanted.arguments(), 1000)
     if not hasattr(argument_utils, "gpt_config_from_args"):
         return  # 0.18 builds from the arguments themselves
     model = argument_utils.gpt_config_from_args(args)
@@ -94,10 +98,6 @@ def test_every_configuration_file_is_accepted_by_megatron(name: str, parse_as: P
     assert model.vocab_size >= (wanted.vocab_size or 257)
     if not model.should_pad_vocab:
         assert model.vocab_size % args.tensor_model_parallel_size == 0
-    # What Megatron filled in (widths, channels) is what the parameter count assumed.
-    filled = {**wanted.arguments(), "ffn_hidden_size": args.ffn_hidden_size}
-    filled["kv_channels"] = args.kv_channels
-    assert count_parameters(filled, 1000) == count_parameters(wanted.arguments(), 1000)
 
 
 def test_defaults_of_a_cpu_run(small: Callable[..., Config], parse_as: Parse) -> None:

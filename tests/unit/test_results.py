@@ -51,7 +51,9 @@ REPORTS: dict[str, dict[str, Any]] = {
         **KERNELS,
         **{"torch": "2.11.0", "triton": "3.6.0", "block": 256, "scales": "dual"},
         **{"replays": 25, "calls_a_graph": 8},
-        "rows": [{**row, "microseconds": 60.7} for row in KERNELS["rows"]],
+        "rows": [
+            {**row, "microseconds": 60.7, "host_microseconds": 12.0} for row in KERNELS["rows"]
+        ],
     },
 }
 WRITE = """
