@@ -8,22 +8,24 @@ as TACO's is (``taco.py``): FP32, round to nearest even, fixed order, one roundi
 Encoding one group x of B consecutive elements, the last one of a row padded with zeros:
 
     a   = max |x|;  e = clamp(floor(log2 a), -100, 126);  z = x * 2^-e
-    y   = (I (x) H_T / sqrt(T)) z               T consecutive elements at a time; y = z for T = 1
-    c   = (max |y| / L) * 2^e                   L = 2^(bits-1) - 1; rounded to the scale's dtype
-    v_i = clamp(y_i / (c * 2^-e), -L, L)
+    y   = (I (x) H_T) z                         T consecutive elements at a time; y = z for T = 1
+    c   = (max |y| * (1 / (sqrt(T) L))) * 2^e   L = 2^(bits-1) - 1; 17 bits (scales.py), then
+                                                rounded to the scale's dtype
+    v_i = clamp(y_i * (1 / (sqrt(T) c 2^-e)), -L, L)
     q_i = round half to even of v_i,  or  floor(v_i) + [u_i < v_i - floor(v_i)] if stochastic
 
 u_i is uniform in [0, 1), from the key and the number of the element (``counter_random.py``): row r,
 group j, element k of a call with g groups a row has the number (r * g + j) * B + k. A value that is
 an integer already never moves, so zeros stay zeros.
 
-Decoding, and summing P payloads in rank order before the one inverse transform (it is linear and
-shared), are as in ``taco.py`` with merged scales, and so are the special groups: all zeros, or a
-scale that underflows, gives +0; a NaN or an infinity makes its group NaN, by a NaN scale.
+Rounding to nearest, decoding, summing P payloads in rank order before the one inverse transform (it
+is linear and shared) and the special groups are as in ``taco.py`` with merged scales: with T = B
+the bytes are TACO's.
 """
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import sqrt
 from typing import ClassVar, Self
 
 import torch
@@ -40,9 +42,15 @@ from megatron_taco.compressors.blocks import (
 )
 from megatron_taco.compressors.counter_random import uniform
 from megatron_taco.compressors.formats import CodeFormat, code_format
-from megatron_taco.compressors.hadamard import hadamard_
+from megatron_taco.compressors.hadamard import butterflies_
 from megatron_taco.compressors.layout import Layout
-from megatron_taco.compressors.scales import merged_relative, quant_scale
+from megatron_taco.compressors.rotated import rotated_sum
+from megatron_taco.compressors.scales import (
+    floor_exponents,
+    own_exponent,
+    quant_scale,
+    relative_scale,
+)
 
 BITS = (8, 6, 4)
 GROUPS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -146,29 +154,37 @@ class BlockInteger(Compressor):
             return _into(out, x.new_empty(rows, self.payload_bytes(numel), dtype=torch.uint8))
         columns = to_columns(x.detach(), self.block)
         e = clamp_exponent(floor_exponent(absolute_maximum(columns)))
-        return _into(out, self._emit(self._rotate(columns * power_of_two(-e)), e, rows, numel))
+        y = self._rotate(columns * power_of_two(-e))
+        return _into(out, self._emit(y, e, rows, numel, self._norm))
+
+    @property
+    def _norm(self) -> float:
+        """What the transform is yet to be multiplied by."""
+        return 1.0 / sqrt(self.transform)
 
     def _rotate(self, columns: Tensor) -> Tensor:
-        """Transform each T elements of FP32 [B, N], its own inverse; uses ``columns`` up."""
+        """Transform each T elements of FP32 [B, N], not normalised; uses ``columns`` up."""
         if self.transform == 1:
             return columns
         block, count = columns.shape
         parts = columns.view(block // self.transform, self.transform, count).transpose(0, 1)
-        turned = hadamard_(parts.reshape(self.transform, -1).contiguous())
+        turned = butterflies_(parts.reshape(self.transform, -1).contiguous())
         turned = turned.view(self.transform, block // self.transform, count)
         return turned.transpose(0, 1).reshape(block, count)
 
-    def _emit(self, y: Tensor, e: Tensor, rows: int, numel: int) -> Tensor:
-        """Scale, quantise and lay out y * 2^e [B, R * g]; uses ``y`` up."""
-        scale = quant_scale(absolute_maximum(y), self._code.limit) * power_of_two(e)
+    def _emit(self, y: Tensor, e: Tensor, rows: int, numel: int, norm: float) -> Tensor:
+        """Scale, quantise and lay out norm * y * 2^e [B, R * g]; uses ``y`` up."""
+        scale = quant_scale(absolute_maximum(y), norm / self._code.limit) * power_of_two(e)
         scale = scale.to(SCALE_DTYPES[self.scale])
         finite = scale.isfinite()
         usable = finite & (scale > 0)
         divisor = torch.where(usable, scale.float() * power_of_two(-e), 1.0)
-        v = y.div_(divisor).clamp_(-self._code.limit, self._code.limit)
+        inverse = torch.full_like(divisor, norm) / divisor
         if self.rounding == "stochastic":
-            v = self._round_randomly(v)
-        codes = self._code.pack(v)
+            v = y.mul_(inverse).clamp_(-self._code.limit, self._code.limit)
+            codes = self._code.pack(self._round_randomly(v))
+        else:
+            codes = self._code.quantise(y, inverse)
         codes.mul_(usable.to(torch.uint8))
         return self._layout.write(rows, numel, codes, (torch.where(finite, scale, torch.nan),))
 
@@ -201,21 +217,17 @@ class BlockInteger(Compressor):
             return _into(out, torch.empty(rows, 0, dtype=dtype, device=payloads.device))
         q = self._code.unpack(self._layout.read_codes(payloads, numel))
         (scales,) = self._layout.read_scales(payloads, numel)
-        relative, e = merged_relative(scales, self._code.limit, shared=False)
-        values = self._rotate(q.mul_(relative.reshape(-1)))
-        values = values.mul_(power_of_two(e).reshape(-1))
+        e = own_exponent(floor_exponents(scales, None), self._code.limit)
+        factor = relative_scale(scales, None, e) * self._norm
+        values = self._rotate(q).mul_(factor.reshape(-1))
+        values.mul_(power_of_two(e).reshape(-1))
         return _into(out, from_columns(values, rows, numel, dtype))
 
     def _rotated_sum(self, payloads: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Return FP32 z [B, g] and e [g]: the sum over the rows, rotated, is z * 2^e."""
         q = self._code.unpack(self._layout.read_codes(payloads, numel))
         (scales,) = self._layout.read_scales(payloads, numel)
-        relative, e = merged_relative(scales, self._code.limit, shared=True)
-        terms = q.view(self.block, *relative.shape).mul_(relative)
-        total = terms[:, 0].contiguous()
-        for rank in range(1, payloads.shape[0]):
-            total = total + terms[:, rank]
-        return total, e.reshape(-1)
+        return rotated_sum(q, scales, None, self._code)
 
     def decode_sum(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         """Sum the values of uint8 [P, payload_bytes(numel)] in the order 0 .. P-1: FP32 [numel].
@@ -235,7 +247,7 @@ class BlockInteger(Compressor):
         if numel == 0:
             return _into(out, torch.empty(0, dtype=torch.float32, device=payloads.device))
         z, e = self._rotated_sum(payloads, numel)
-        values = self._rotate(z).mul_(power_of_two(e))
+        values = self._rotate(z).mul_(power_of_two(e) * self._norm)
         return _into(out, from_columns(values, 1, numel, torch.float32)[0])
 
     def reduce_encode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
@@ -259,7 +271,7 @@ class BlockInteger(Compressor):
         if numel == 0:
             return _into(out, payloads.new_empty(0))
         z, e = self._rotated_sum(payloads, numel)
-        return _into(out, self._emit(z, e, 1, numel)[0])
+        return _into(out, self._emit(z, e, 1, numel, 1.0)[0])
 
     def nonfinite_blocks(self, payloads: Tensor, numel: int) -> Tensor:
         """Count the groups of uint8 [R, bytes] whose scale is NaN: 0-dim int64, not synchronised.

@@ -62,9 +62,9 @@ from megatron_taco.compressors.dispatch import Kernels, KernelSettings, kernels_
 from megatron_taco.compressors.formats import FORMAT_NAMES, CodeFormat, code_format
 from megatron_taco.compressors.hadamard import butterflies_
 from megatron_taco.compressors.layout import Layout
+from megatron_taco.compressors.rotated import in_order, rotated_sum
 from megatron_taco.compressors.scales import (
     adaptive_scale,
-    common_exponent,
     floor_exponents,
     own_exponent,
     quant_scale,
@@ -290,18 +290,7 @@ class Taco(Compressor):
         """Return FP32 z [B, g] and e [g]: the sum over the rows, rotated, is z * 2^e."""
         q = self._code.unpack(self._layout.read_codes(payloads, numel))
         scale, alpha = self._read_scales(payloads, numel)
-        e = common_exponent(floor_exponents(scale, alpha), self._code.limit)
-        relative = relative_scale(scale, alpha, e.unsqueeze(0))
-        offset = self._code.offset
-        if offset:
-            q.add_(offset)
-        terms = q.view(self.block, *scale.shape).mul_(relative)
-        total = terms[:, 0].contiguous()
-        if offset:
-            total += in_order(relative) * -offset
-        for rank in range(1, payloads.shape[0]):
-            total = total + terms[:, rank]
-        return total, e
+        return rotated_sum(q, scale, alpha, self._code)
 
     def _published_sum(self, payloads: Tensor, numel: int) -> Tensor:
         """Sum decoded rows in rank order, as the released code does: FP32 [numel]."""
@@ -378,14 +367,6 @@ class Taco(Compressor):
         if kernels := self._kernels(device):
             return kernels.warm_up(self._kernel_settings, shapes, dtypes, device)
         return []
-
-
-def in_order(rows: Tensor) -> Tensor:
-    """Return the sum of FP32 [P, n] over P, one after the other: [n]."""
-    total = rows[0]
-    for row in rows[1:]:
-        total = total + row
-    return total
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:

@@ -30,9 +30,10 @@ def by_definition(x: torch.Tensor, c: BlockInteger) -> torch.Tensor:
     out = []
     for group in x.double().split(c.block):
         y = (group.view(-1, c.transform) @ h).view(-1)
-        scale = (y.abs().max() / limit).float()
+        mantissa, exponent = torch.frexp(y.abs().max() / limit)
+        scale = torch.ldexp((mantissa * 2**17 + 0.5).floor() / 2**17, exponent)
         if c.scale == "bf16":
-            scale = scale.bfloat16()
+            scale = scale.float().bfloat16()
         q = (y / scale.double()).clamp(-limit, limit).round()
         out.append(((q * scale.double()).view(-1, c.transform) @ h).view(-1))
     return torch.cat(out)
