@@ -40,7 +40,11 @@ Any Megatron-LM argument by its own name (`tensor_model_parallel_size`, `lr`, `t
 as Megatron's own parser knows it; `--no-x` is `x: false`. What the other sections decide is \
 refused here, with the key to use.
 """
-UNSAID = "Megatron's argument of this name."
+UNSAID = {
+    "model": "Megatron's argument of this name.",
+    "compression.data_parallel.weights": "As for gradients.",
+}
+"""What stands for keys which a section's docstring does not describe, by section."""
 
 
 def rows(section: type[Section], prefix: str) -> list[str]:
@@ -57,7 +61,9 @@ def rows(section: type[Section], prefix: str) -> list[str]:
             found.append(f"| `{key}` | a section | | {said[name]} |")
             found += rows(below, key)
             continue
-        found.append(f"| `{key}` | {kind(field)} | {default(field)} | {said.get(name, UNSAID)} |")
+        found.append(
+            f"| `{key}` | {kind(field)} | {default(field)} | {said.get(name) or UNSAID[prefix]} |"
+        )
     return found
 
 
@@ -109,7 +115,7 @@ def default(field: Any) -> str:
     if field.is_required():
         return "required"
     value = field.default
-    if value is PydanticUndefined or value is None:
+    if value is PydanticUndefined or value is None or value == ():
         return "-"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"

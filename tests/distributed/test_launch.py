@@ -166,3 +166,13 @@ def test_a_role_that_is_never_compressed_fails_the_run(
     assert "never compressed" in text
     assert "exit code 1, expected 0" in text
     assert (tmp_path / "megatron_taco_runs" / "users_script" / "config.yaml").is_file()
+
+
+def test_the_data_parallel_axis_of_a_users_script(run_ranks: RankRunner, tmp_path: Path) -> None:
+    ours = ["--device", "cpu", "--run-dir", str(tmp_path / "run")]
+    data = ["--compression.data_parallel.mode=on", "--compression.data_parallel.min_bytes=1KiB"]
+    flags = [*FLAGS, "--train-iters", "3", "--use-distributed-optimizer"]
+    run_ranks(launch, 2, [*ours, *data, SCRIPT, *flags], init=False, timeout=60, cwd=tmp_path)
+    flow = metrics(tmp_path)[-1]["flows"]["dp.gradients.mlp reduce_scatter"]
+    assert flow["compressed"] == flow["calls"] > 0
+    assert flow["wire_bytes"] < 0.3 * flow["raw_bytes"]
