@@ -100,6 +100,41 @@ class Compressor(ABC):
     def nonfinite_blocks(self, payloads: Tensor, numel: int) -> Tensor:
         """Count blocks marked non-finite in uint8 [R, bytes]: 0-dim int64, not synchronised."""
 
+    def peer_problem(self, device: torch.device) -> str | None:
+        """Say what keeps ``decode_sum_peers`` from working on ``device``, and what to change.
+
+        Returns:
+            None if it works there.
+        """
+        return f"the compressor {self.name} has no kernel that reads the memory of peers"
+
+    def decode_sum_peers(self, addresses: Tensor, numel: int, out: Tensor) -> Tensor:
+        """Sum the values of payloads that lie at ``addresses``, as ``decode_sum`` does.
+
+        Args:
+            addresses: int64 [P], on the device of ``out``: where P payloads of
+                ``payload_bytes(numel)`` bytes start, all at multiples of 16, in memory that this
+                device can read; peers' memory too.
+            numel: Elements of each.
+            out: Where the sum goes: FP32, BF16 or FP16 [numel], contiguous.
+
+        Raises:
+            TypeError: If ``peer_problem`` says why it cannot, or a dtype is another.
+            ValueError: If a tensor has another shape than expected.
+        """
+        raise TypeError(f"{self.name}: {self.peer_problem(out.device)}")
+
+    def check_addresses(self, addresses: Tensor, device: torch.device) -> None:
+        """Refuse a table of addresses that is not int64 [P >= 1], contiguous, on ``device``."""
+        if addresses.dtype != torch.int64:
+            raise TypeError(f"{self.name}: addresses are {addresses.dtype}, allowed is torch.int64")
+        right = addresses.dim() == 1 and addresses.numel() > 0 and addresses.is_contiguous()
+        if not right or addresses.device != device:
+            raise ValueError(
+                f"{self.name}: addresses have shape {tuple(addresses.shape)} on "
+                f"{addresses.device}, expected contiguous [ranks >= 1] on {device}"
+            )
+
     def warm_up(
         self, shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> list[str]:

@@ -44,6 +44,11 @@ class Kernels(Protocol):
     ) -> Tensor:
         """See ``Taco.decode_sum``; n > 0."""
 
+    def decode_sum_peers(
+        self, settings: KernelSettings, addresses: Tensor, numel: int, out: Tensor
+    ) -> Tensor:
+        """See ``Taco.decode_sum_peers``; n > 0."""
+
     def reduce_encode(
         self, settings: KernelSettings, payloads: Tensor, numel: int, out: Tensor | None = None
     ) -> Tensor:

@@ -324,6 +324,39 @@ class Taco(Compressor):
         values = self._unrotate(z).mul_(power_of_two(e) * self._norm)
         return _into(out, from_columns(values, 1, numel, torch.float32)[0])
 
+    def peer_problem(self, device: torch.device) -> str | None:
+        """Say why there is no kernel to sum by on ``device``; None if there is one."""
+        if self.published_clips:
+            return "published_clips has no kernels; set published_clips: false"
+        if self._kernels(device) is None:
+            return (
+                f"format {self.format} with scales {self.scales} has no kernels in use on "
+                f"{device}; they need Triton, a GPU of compute capability 8.0 or above and "
+                "scales: dual"
+            )
+        return None
+
+    def decode_sum_peers(self, addresses: Tensor, numel: int, out: Tensor) -> Tensor:
+        """Sum the payloads at ``addresses`` by one kernel, to the bits of ``decode_sum``.
+
+        Args:
+            addresses: As in ``Compressor.decode_sum_peers``.
+            numel: Elements of each.
+            out: Where the sum goes: FP32, BF16 or FP16 [numel], contiguous.
+
+        Raises:
+            TypeError: If there is no kernel, or a dtype is another.
+            ValueError: If a tensor has another shape than expected.
+        """
+        kernels = self._kernels(out.device)
+        if kernels is None:
+            raise TypeError(f"taco: {self.peer_problem(out.device)}")
+        self.check_addresses(addresses, out.device)
+        self.check_out(out, (numel,), VALUE_DTYPES, addresses.device)
+        if numel == 0:
+            return out
+        return kernels.decode_sum_peers(self._kernel_settings, addresses, numel, out)
+
     def reduce_encode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         """Encode the sum of uint8 [P, payload_bytes(numel)] again: uint8 [payload_bytes(numel)].
 

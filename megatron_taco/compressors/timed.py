@@ -55,6 +55,15 @@ class Timed(Compressor):
         what = f"decode-sum of {payloads.shape[0]}"
         return self._call(what, self._inner.decode_sum, payloads, numel, out)
 
+    def peer_problem(self, device: torch.device) -> str | None:
+        """See ``Compressor.peer_problem``."""
+        return self._inner.peer_problem(device)
+
+    def decode_sum_peers(self, addresses: Tensor, numel: int, out: Tensor) -> Tensor:
+        """See ``Compressor.decode_sum_peers``."""
+        what = f"decode-sum of {addresses.shape[0]} peers"
+        return self._call(what, self._inner.decode_sum_peers, addresses, numel, out)
+
     def reduce_encode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         """See ``Compressor.reduce_encode``."""
         what = f"reduce-encode of {payloads.shape[0]}"

@@ -209,6 +209,7 @@ def _reduce(
         **plan.common(settings, lanes, vector, mode),
         **plan.reads(payloads, settings, vector),
         **plan.writes(out, settings, vector),
+        "PEERS": False,
         "RANKS": payloads.rows,
     }
     integers = settings.count(numel), payloads.stride // constants["PAYLOAD_UNIT"]
@@ -239,11 +240,13 @@ def _sum(
     out: Place,
     device: torch.device,
     mode: int,
+    peers: bool = False,
 ) -> Launch:
     lanes, vector = plan.sum_shape(settings, dtype)
     constants = {
         **plan.common(settings, lanes, vector, mode),
         **plan.reads(payloads, settings, vector),
+        "PEERS": peers,
         "RANKS": payloads.rows,
         "WHOLE": numel % settings.block == 0,
     }
@@ -264,6 +267,17 @@ def decode_sum(
     places = Place.of(payloads), Place.of(out)
     launch = _sum(settings, out.dtype, numel, *places, device, conversion_mode(device))
     launch(payloads, out, device)
+    return out
+
+
+def decode_sum_peers(settings: Settings, addresses: Tensor, numel: int, out: Tensor) -> Tensor:
+    """``Taco.decode_sum_peers`` for n > 0."""
+    device = out.device
+    # Whole payloads at multiples of 16, as one row is; where each lies is in the table.
+    places = Place(addresses.shape[0], 0, 0), Place.of(out)
+    mode = conversion_mode(device)
+    launch = _sum(settings, out.dtype, numel, *places, device, mode, peers=True)
+    launch(addresses, out, device)
     return out
 
 

@@ -25,11 +25,27 @@ UNROLLED = tl.constexpr(8)
 
 
 @triton.jit
+def _byte_of(payloads, at, rank, stride, PEERS: tl.constexpr):
+    """Return the address of byte ``at`` of a payload.
+
+    ``payloads`` is the address of the first one, uint8, with ``stride`` bytes from one to the next;
+    with ``PEERS`` it is a table of their addresses, int64, all multiples of 16.
+    """
+    if PEERS:
+        base = tl.load(payloads + rank).to(tl.pointer_type(tl.uint8))
+        found = tl.multiple_of(base, 16) + at
+    else:
+        found = payloads + at + rank * stride
+    return found
+
+
+@triton.jit
 def rotated_sum(
     payloads,
     count,
     payload_units,
     first,
+    PEERS: tl.constexpr,
     RANKS: tl.constexpr,
     PAYLOAD_UNIT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -49,22 +65,25 @@ def rotated_sum(
 
     Products are exact (scales.py), so a fused multiply-add is a product and a sum.
 
-    ``first`` is the tile's first block; other arguments as in encode.py and decode.py.
+    ``first`` is the tile's first block, ``PEERS`` as in ``_byte_of``; other arguments as in
+    encode.py and decode.py.
     """
     stride = payload_units.to(tl.int64) * PAYLOAD_UNIT
     valid = first + block_index(G) < count
     CODES: tl.constexpr = BLOCK * BITS // 8
-    codes = payloads + first * CODES
-    scale_base = payloads + count * CODES
+    codes = first * CODES
+    scale = count * CODES
     offsets = access_offsets(CODES, L, G, BLOCK // (L * V))
     if RANKS <= UNROLLED:
         # All loads first: what is in flight at a time decides the speed.
         raw = ()
         scales = ()
         for rank in tl.static_range(RANKS):
-            raw += (load_codes(codes + rank * stride, offsets, valid, V, FORMAT, ACCESS),)
+            base = _byte_of(payloads, codes, rank, stride, PEERS)
+            raw += (load_codes(base, offsets, valid, V, FORMAT, ACCESS),)
         for rank in tl.static_range(RANKS):
-            scales += (load_scales(scale_base + rank * stride, first, count, G, SCALES, ALIGNED),)
+            base = _byte_of(payloads, scale, rank, stride, PEERS)
+            scales += (load_scales(base, first, count, G, SCALES, ALIGNED),)
         e = scale_exponent(scales[0][0], scales[0][1], SCALES)
         for rank in tl.static_range(1, RANKS):
             e = tl.maximum(e, scale_exponent(scales[rank][0], scales[rank][1], SCALES))
@@ -87,20 +106,24 @@ def rotated_sum(
     else:
         e = tl.full((1, G, 1, 1), -1000, tl.int32)
         for rank in tl.range(0, RANKS):
-            s, alpha = load_scales(scale_base + rank * stride, first, count, G, SCALES, ALIGNED)
+            base = _byte_of(payloads, scale, rank, stride, PEERS)
+            s, alpha = load_scales(base, first, count, G, SCALES, ALIGNED)
             e = tl.maximum(e, scale_exponent(s, alpha, SCALES))
         e = clamp_exponent(e + LOG_LIMIT)
         # -0 + x is x, also for x = -0; tl.full would make -0.0 a +0.
         total = tl.full((1, G, 1, 1), -0x80000000, tl.int32).to(tl.float32, bitcast=True)
         if OFFSET:
             for rank in tl.range(0, RANKS):
-                s, alpha = load_scales(scale_base + rank * stride, first, count, G, SCALES, ALIGNED)
+                base = _byte_of(payloads, scale, rank, stride, PEERS)
+                s, alpha = load_scales(base, first, count, G, SCALES, ALIGNED)
                 total += relative_scale(s, alpha, e, SCALES, MODE)
             total = total * -OFFSET
         z = tl.broadcast_to(total, (L, G, BLOCK // (L * V), V))
         for rank in tl.range(0, RANKS):
-            s, alpha = load_scales(scale_base + rank * stride, first, count, G, SCALES, ALIGNED)
-            a, b, c = load_codes(codes + rank * stride, offsets, valid, V, FORMAT, ACCESS)
+            base = _byte_of(payloads, scale, rank, stride, PEERS)
+            s, alpha = load_scales(base, first, count, G, SCALES, ALIGNED)
+            base = _byte_of(payloads, codes, rank, stride, PEERS)
+            a, b, c = load_codes(base, offsets, valid, V, FORMAT, ACCESS)
             relative = relative_scale(s, alpha, e, SCALES, MODE)
             q = values_of(a, b, c, OFFSET, FORMAT, ACCESS, MODE)
             z = tl.fma(q, tl.broadcast_to(relative, q.shape), z)
@@ -115,6 +138,7 @@ def reduce_encode_kernel(
     out,
     count,
     payload_units,
+    PEERS: tl.constexpr,
     RANKS: tl.constexpr,
     PAYLOAD_UNIT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -137,7 +161,7 @@ def reduce_encode_kernel(
 ):
     """Sum G blocks of ``RANKS`` payloads and encode the sum (``Taco.reduce_encode``).
 
-    Arguments as in encode.py and decode.py; ``out`` is one payload.
+    Arguments as in encode.py, decode.py and ``rotated_sum``; ``out`` is one payload.
     """
     first = tl.program_id(0).to(tl.int64) * G
     count = count.to(tl.int64)
@@ -146,6 +170,7 @@ def reduce_encode_kernel(
         count,
         payload_units,
         first,
+        PEERS,
         RANKS,
         PAYLOAD_UNIT,
         ALIGNED,
@@ -196,6 +221,7 @@ def decode_sum_kernel(
     numel,
     count,
     payload_units,
+    PEERS: tl.constexpr,
     RANKS: tl.constexpr,
     PAYLOAD_UNIT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -217,7 +243,7 @@ def decode_sum_kernel(
 ):
     """Sum G blocks of ``RANKS`` payloads to values (``Taco.decode_sum``).
 
-    Arguments as in encode.py and decode.py.
+    Arguments as in encode.py, decode.py and ``rotated_sum``.
     """
     first = tl.program_id(0).to(tl.int64) * G
     x, e = rotated_sum(
@@ -225,6 +251,7 @@ def decode_sum_kernel(
         count.to(tl.int64),
         payload_units,
         first,
+        PEERS,
         RANKS,
         PAYLOAD_UNIT,
         ALIGNED,

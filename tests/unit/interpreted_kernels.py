@@ -64,6 +64,13 @@ def unaligned(payloads: torch.Tensor, shift: int, gap: int) -> torch.Tensor:
     return view
 
 
+def addresses(payloads: list[torch.Tensor], device: str) -> torch.Tensor:
+    """Return the table of where payloads lie that have memory of their own, as peers' have."""
+    found = [payload.data_ptr() for payload in payloads]
+    assert not any(address % 16 for address in found)
+    return torch.tensor(found, dtype=torch.int64, device=device)
+
+
 def room(shift: int, *shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     """Return a contiguous tensor ``shift`` elements behind an aligned address, of rubbish."""
     memory = torch.full((shift + math.prod(shape),), 77, dtype=dtype, device=device)
@@ -84,7 +91,9 @@ def check(taco: Taco, dtype: torch.dtype, numel: int, device: str) -> list[str]:
     reduced = torch_only.reduce_encode(payloads, numel)
     there = payloads.to(device)
     odd = unaligned(there, 1, 2)
-    many = payloads[[0, 2, 1, 2, 0, 2, 2, 1, 2]]
+    apart = [payload.clone() for payload in there]
+    order = [0, 2, 1, 2, 0, 2, 2, 1, 2]
+    many = payloads[order]
     shift = 1 if numel % 2 else 4
     bytes_ = partial(room, dtype=torch.uint8, device=device)
     into = partial(room, dtype=dtype, device=device)
@@ -108,6 +117,18 @@ def check(taco: Taco, dtype: torch.dtype, numel: int, device: str) -> list[str]:
         "decode_sum, odd address": (
             total.to(dtype),
             taco.decode_sum(odd, numel, into(shift, numel)),
+        ),
+        "decode_sum of peers": (
+            total.to(dtype),
+            taco.decode_sum_peers(addresses(apart, device), numel, into(shift, numel)),
+        ),
+        "decode_sum of nine peers": (
+            torch_only.decode_sum(many, numel),
+            taco.decode_sum_peers(
+                addresses([apart[k] for k in order], device),
+                numel,
+                room(0, numel, dtype=torch.float32, device=device),
+            ),
         ),
         "reduce_encode": (reduced, taco.reduce_encode(there, numel)),
         "reduce_encode, odd address": (
