@@ -8,6 +8,7 @@ from megatron_taco.collectives.all_gather import all_gather
 from megatron_taco.collectives.all_reduce import all_reduce, choose_algorithm
 from megatron_taco.collectives.launch import OnPayload
 from megatron_taco.collectives.nodes import NodeGroups, Topology
+from megatron_taco.collectives.peers import PeerMemory
 from megatron_taco.collectives.reduce_scatter import reduce_scatter
 from megatron_taco.collectives.traffic import Traffic, traffic
 from megatron_taco.collectives.work import Work
@@ -15,6 +16,7 @@ from megatron_taco.collectives.work import Work
 __all__ = [
     "NodeGroups",
     "OnPayload",
+    "PeerMemory",
     "Topology",
     "Traffic",
     "Work",

@@ -18,12 +18,14 @@ from megatron_taco.collectives.hierarchical import hierarchical
 from megatron_taco.collectives.launch import OnPayload
 from megatron_taco.collectives.nodes import NodeGroups
 from megatron_taco.collectives.one_shot import one_shot
+from megatron_taco.collectives.peer_read import peer_read
+from megatron_taco.collectives.peers import PeerMemory
 from megatron_taco.collectives.pipeline import Chunk
 from megatron_taco.collectives.two_shot import two_shot
 from megatron_taco.collectives.work import Work
 from megatron_taco.compressors import Compressor
 
-ALGORITHMS = ("one_shot", "two_shot", "hierarchical")
+ALGORITHMS = ("one_shot", "two_shot", "hierarchical", "peer_read")
 
 
 def choose_algorithm(world_size: int, algorithm: str, *, nodes: int = 1) -> str:
@@ -31,15 +33,16 @@ def choose_algorithm(world_size: int, algorithm: str, *, nodes: int = 1) -> str:
 
     A group that spans nodes with several ranks each sends least between them by ``hierarchical``.
     Else, at P = 2 one-shot and two-shot send the same number of bytes, and one-shot has one lossy
-    step and one message fewer; above, two-shot sends fewer bytes.
+    step and one message fewer; above, two-shot sends fewer bytes. ``peer_read`` is never the choice
+    of ``auto``: it has not been measured.
 
     Args:
         world_size: Number of ranks of the group, P.
-        algorithm: ``auto``, ``one_shot``, ``two_shot`` or ``hierarchical``.
+        algorithm: ``auto``, ``one_shot``, ``two_shot``, ``hierarchical`` or ``peer_read``.
         nodes: Nodes of equally many ranks, two or more, that the group spans; 1 if it does not.
 
     Returns:
-        ``one_shot``, ``two_shot`` or ``hierarchical``.
+        ``one_shot``, ``two_shot``, ``hierarchical`` or ``peer_read``.
 
     Raises:
         ValueError: ``algorithm`` is something else, or ``hierarchical`` in a group of one node.
@@ -65,6 +68,7 @@ def all_reduce(
     compressor: Compressor,
     algorithm: str = "auto",
     nodes: NodeGroups | None = None,
+    peers: PeerMemory | None = None,
     chunks: int | None = None,
     async_op: bool = False,
     on_payload: OnPayload | None = None,
@@ -76,9 +80,11 @@ def all_reduce(
             ranks. The sum is made in FP32 and rounded to this dtype once.
         group: The process group.
         compressor: Encodes what is sent.
-        algorithm: ``auto``, ``one_shot``, ``two_shot`` or ``hierarchical``: see
+        algorithm: ``auto``, ``one_shot``, ``two_shot``, ``hierarchical`` or ``peer_read``: see
             :func:`choose_algorithm`.
         nodes: The sub-groups of ``group`` where it spans nodes, of :class:`Topology`.
+        peers: The memory that ``peer_read`` needs; the first call of a group is collective, and so
+            is one of a larger tensor than all before.
         chunks: Parts that travel one after the other, so that encoding and decoding overlap with
             the wire; by default one, or what bounds the memory of a one-shot on many ranks. The
             result is the same, to the bit.
@@ -99,22 +105,32 @@ def all_reduce(
     checks.check_chunks(chunks)
     count = 1 if nodes is None else nodes.count
     chosen = choose_algorithm(size, algorithm, nodes=count)
+    if chosen == "peer_read" and peers is None:
+        raise ValueError(
+            f"algorithm: peer_read needs the memory of the group's {size} ranks (peers, a "
+            "PeerMemory) and there is none; allowed: auto, one_shot, two_shot"
+        )
     if size == 1 or tensor.numel() == 0:
         return Work.done() if async_op else None
     with torch.no_grad():
         given = tensor.detach()
         flat = given.contiguous().view(-1)
+        buffer = None
+        if peers is not None and chosen == "peer_read":
+            buffer = peers.require(group, compressor, flat.device)
         one = chosen == "one_shot"
         cuts = plan(
             flat.numel(),
             flat.nbytes,
-            unit=compressor.block * (1 if one else size),
+            unit=compressor.block * (1 if one or buffer is not None else size),
             wire_bytes=(size if one else 2) * compressor.payload_bytes(flat.numel()),
             chunks=chunks,
         )
         overlap = async_op or len(cuts.spans) > 1
 
         def start(part: Tensor) -> Chunk:
+            if buffer is not None:
+                return peer_read(part, buffer, compressor, on_payload)
             if nodes is not None and chosen == "hierarchical":
                 return hierarchical(part, nodes, compressor, on_payload, overlap)
             algorithm = one_shot if one else two_shot

@@ -23,6 +23,7 @@ from megatron_taco.collectives.all_reduce import all_reduce, choose_algorithm
 from megatron_taco.collectives.launch import OnPayload
 from megatron_taco.collectives.nodes import NodeGroups, Topology
 from megatron_taco.collectives.parts import SendPart
+from megatron_taco.collectives.peers import PeerMemory
 from megatron_taco.collectives.policy import Policy
 from megatron_taco.collectives.reduce_scatter import reduce_scatter
 from megatron_taco.collectives.traffic import Traffic, traffic
@@ -86,7 +87,8 @@ class Router:
 
     Attributes:
         compressor: encodes every compressed message.
-        algorithm: ``auto``, ``one_shot``, ``two_shot`` or ``hierarchical``, for all-reduce.
+        algorithm: ``auto``, ``one_shot``, ``two_shot``, ``hierarchical`` or ``peer_read``, for
+            all-reduce.
         roles: the roles that are on; all others go plain.
         min_bytes: messages below this size in bytes go plain.
         start_step: first step, counted from 0, that is compressed.
@@ -96,6 +98,7 @@ class Router:
         step: the step that runs now; the training loop sets it.
         sampling: whether errors are sampled in this step.
         topology: knows how the ranks of a group lie on nodes.
+        peers: holds the memory that ``peer_read`` reads.
     """
 
     compressor: Compressor
@@ -108,6 +111,7 @@ class Router:
     step: int = 0
     sampling: bool = False
     topology: Topology = field(default_factory=Topology)
+    peers: PeerMemory = field(default_factory=PeerMemory)
     _plans: dict[Message, _Plan] = field(default_factory=dict, init=False, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -129,6 +133,15 @@ class Router:
         if self.algorithm == "hierarchical":
             return self.topology.require(group)
         return self.topology.of(group) if self.algorithm == "auto" else None
+
+    def require_peers(self, group: ProcessGroup, device: torch.device) -> None:
+        """Make sure that ``peer_read``, if it is asked for, works; a collective call then.
+
+        Raises:
+            ValueError: It does not.
+        """
+        if self.algorithm == "peer_read" and group.size() > 1:
+            self.peers.require(group, self.compressor, device)
 
     def traffic(self, message: Message, *, compressed: bool = True) -> Traffic:
         """Bytes that this rank sends for a message; ``wire`` counts only if it goes compressed."""
@@ -270,6 +283,7 @@ class Router:
                 compressor=self.compressor,
                 algorithm=self.algorithm,
                 nodes=self.nodes(group),
+                peers=self.peers,
                 async_op=async_op,
                 on_payload=on_payload,
             )

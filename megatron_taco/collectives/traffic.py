@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank sends in one collective.
+    """Bytes that one rank sends in one collective, or reads from its peers.
 
     Attributes:
         raw: What a ring would send for the plain tensor, whatever the backend really does.
@@ -51,7 +51,8 @@ def traffic(
 
     Args:
         op: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
-        algorithm: ``one_shot``, ``two_shot`` or ``hierarchical``; read for ``all_reduce`` only.
+        algorithm: ``one_shot``, ``peer_read`` (as many bytes, read instead of sent), ``two_shot``
+            or ``hierarchical``; read for ``all_reduce`` only.
         numel: Elements of the whole tensor: of the input of a reduce-scatter, of the output of
             an all-gather.
         itemsize: Bytes of an element.
@@ -77,7 +78,7 @@ def traffic(
         raw = -(-2 * others * numel * itemsize // world_size)
         if world_size == 1 or numel == 0:
             return Traffic(raw, 0)
-        if algorithm == "one_shot":
+        if algorithm in ("one_shot", "peer_read"):
             payload = payload_bytes(numel)
             return Traffic(raw, others * payload, away * payload)
         payload = payload_bytes(slice_elements(numel, world_size, block))
@@ -86,7 +87,9 @@ def traffic(
         if algorithm == "hierarchical":
             across = 2 * (nodes - 1) * payload
             return Traffic(raw, 2 * (local - 1) * nodes * payload + across, across)
-        raise ValueError(f"algorithm: got {algorithm!r}, allowed: one_shot, two_shot, hierarchical")
+        raise ValueError(
+            f"algorithm: got {algorithm!r}, allowed: one_shot, two_shot, hierarchical, peer_read"
+        )
     if op not in ("reduce_scatter", "all_gather"):
         raise ValueError(f"op: got {op!r}, allowed: all_reduce, reduce_scatter, all_gather")
     if numel % world_size:

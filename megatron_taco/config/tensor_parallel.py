@@ -38,7 +38,8 @@ class TensorParallel(Section):
         scales: `dual` sends the two FP32 scales of the paper, `merged_*` their quotient.
         algorithm: Of the all-reduce: `one_shot` has one lossy step, `two_shot` sends less at more
             than two ranks, `hierarchical` sends least between nodes, for groups that span several
-            with two ranks or more each.
+            with two ranks or more each; `peer_read` reads peers' memory directly, for GPUs of one
+            host (not measured, and never the choice of `auto`).
         forward: Compress activations.
         backward: Compress the gradients of activations.
         embedding: Also compress the input embedding's traffic.
@@ -57,7 +58,7 @@ class TensorParallel(Section):
     block: Annotated[int, BeforeValidator(_block)] = 256
     rotation: Literal["hadamard", "none"] = "hadamard"
     scales: Literal["dual", "merged_fp32", "merged_bf16"] = "dual"
-    algorithm: Literal["auto", "one_shot", "two_shot", "hierarchical"] = "auto"
+    algorithm: Literal["auto", "one_shot", "two_shot", "hierarchical", "peer_read"] = "auto"
     forward: bool = True
     backward: bool = True
     embedding: bool = False
@@ -90,6 +91,12 @@ class TensorParallel(Section):
                 "published_clips",
                 f"true needs one of the formats {', '.join(PUBLISHED_FORMATS)}, but format is "
                 f"{self.format}; set format: e4m3 or published_clips: false",
+            )
+        if self.published_clips and self.algorithm == "peer_read":
+            yield (
+                "algorithm",
+                "peer_read sums by kernels, and published_clips: true has none; "
+                "set algorithm: auto or published_clips: false",
             )
         if self.enabled and self.forward_chunks > 1 and not (self.forward or self.output_layer):
             yield (

@@ -19,7 +19,7 @@ from megatron_taco.lab.sizes import parse_sizes
 
 FORMATS: Final = ("e4m3", "e5m2", "int8", "int6", "int4")
 OPERATIONS: Final = ("all_reduce", "reduce_scatter", "all_gather")
-ALGORITHMS: Final = ("one_shot", "two_shot", "hierarchical")
+ALGORITHMS: Final = ("one_shot", "two_shot", "hierarchical", "peer_read")
 ROTATIONS: Final = ("hadamard", "none")
 SCALES: Final = ("dual", "merged_fp32", "merged_bf16")
 
@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--algorithms",
         type=words(ALGORITHMS),
         metavar="LIST",
-        help=f"of {', '.join(ALGORITHMS)} (default: all that the ranks' nodes allow)",
+        help=f"of {', '.join(ALGORITHMS)} (default: all that the ranks' nodes allow, "
+        "without peer_read)",
     )
     what.add_argument(
         "--chunks", type=count, metavar="N", help="of each message (default: by its size)"

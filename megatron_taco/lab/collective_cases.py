@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_taco.collectives import (
     NodeGroups,
+    PeerMemory,
     all_gather,
     all_reduce,
     reduce_scatter,
@@ -51,8 +52,8 @@ class Case:
         format: The code format.
         rotation: ``hadamard`` or ``none``.
         scales: How scales are sent.
-        algorithm: ``one_shot``, ``two_shot`` or ``hierarchical`` for an all-reduce; ``-`` for the
-            others.
+        algorithm: ``one_shot``, ``two_shot``, ``hierarchical`` or ``peer_read`` for an all-reduce;
+            ``-`` for the others.
         traffic: Bytes that each rank sends.
         plain: The backend's call.
         ours: The compressed call.
@@ -94,6 +95,7 @@ def cases(
     compressors: Sequence[Taco],
     algorithms: Sequence[str],
     nodes: NodeGroups | None,
+    peers: PeerMemory,
     chunks: int | None,
 ) -> Iterator[Case]:
     """Yields the cases, sizes outermost; tensors of a size go when the next size comes.
@@ -106,6 +108,7 @@ def cases(
         compressors: What encodes.
         algorithms: For all-reduce.
         nodes: The sub-groups that ``hierarchical`` needs.
+        peers: The memory that ``peer_read`` needs.
         chunks: Of each message; None for the default.
     """
     ranks = group.size()
@@ -137,7 +140,14 @@ def cases(
                             nodes=1 if nodes is None else nodes.count,
                         ),
                         plain=plain,
-                        ours=_ours(operation, source, group, compressor, algorithm, nodes, chunks),
+                        ours=_ours(
+                            operation,
+                            source,
+                            group,
+                            compressor,
+                            chunks,
+                            {"algorithm": algorithm, "nodes": nodes, "peers": peers},
+                        ),
                     )
 
 
@@ -177,15 +187,12 @@ def _ours(
     source: Tensor,
     group: ProcessGroup,
     compressor: Compressor,
-    algorithm: str,
-    nodes: NodeGroups | None,
     chunks: int | None,
+    of_all_reduce: dict[str, Any],
 ) -> Call:
     common: dict[str, Any] = {"group": group, "compressor": compressor, "chunks": chunks}
     runs: dict[str, Callable[[Tensor, Tensor], object]] = {
-        "all_reduce": lambda _, given: all_reduce(
-            given, algorithm=algorithm, nodes=nodes, **common
-        ),
+        "all_reduce": lambda _, given: all_reduce(given, **of_all_reduce, **common),
         "reduce_scatter": lambda out, given: reduce_scatter(out, given, **common),
         "all_gather": lambda out, given: all_gather(out, given, **common),
     }

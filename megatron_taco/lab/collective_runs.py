@@ -7,6 +7,7 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_taco.collectives import NodeGroups, Topology
+from megatron_taco.collectives import NodeGroups, PeerMemory, Topology
+from megatron_taco.compressors import Taco
 from megatron_taco.lab import link_check, plots
 from megatron_taco.lab.collective_cases import Case, cases, compressors
 from megatron_taco.lab.link import LabError, RankLink
@@ -90,6 +92,8 @@ def measure(args: argparse.Namespace) -> int:
             size = max(*sizes, _CHECK_BURSTS * place.link.burst)
             checks = link_check.measure(group, device, place, [size], repeats=2)
         nodes = _nodes(args, group)
+        compared = compressors(args.formats, args.rotation, args.scales, args.block)
+        peers = _peers(args, group, compared, device)
         rows = [
             _measure_case(case, Timer(group, device, args.silence / 1e6), args.repeats)
             for case in cases(
@@ -97,10 +101,11 @@ def measure(args: argparse.Namespace) -> int:
                 device,
                 sizes=sizes,
                 operations=args.operations,
-                compressors=compressors(args.formats, args.rotation, args.scales, args.block),
+                compressors=compared,
                 algorithms=args.algorithms
                 or (_ALGORITHMS if nodes is None else (*_ALGORITHMS, "hierarchical")),
                 nodes=nodes,
+                peers=peers,
                 chunks=args.chunks,
             )
         ]
@@ -132,6 +137,27 @@ def _nodes(args: argparse.Namespace, group: ProcessGroup) -> NodeGroups | None:
         return topology.require(group)
     except ValueError as error:
         raise LabError(f"--algorithms: {error}") from None
+
+
+def _peers(
+    args: argparse.Namespace,
+    group: ProcessGroup,
+    compared: Sequence[Taco],
+    device: torch.device,
+) -> PeerMemory:
+    """The memory that ``peer_read`` reads.
+
+    Raises:
+        LabError: It is asked for and cannot be had, or a compressor has no kernel for it.
+    """
+    peers = PeerMemory()
+    if "peer_read" in (args.algorithms or ()) and "all_reduce" in args.operations:
+        try:
+            for compressor in compared:
+                peers.require(group, compressor, device)
+        except ValueError as error:
+            raise LabError(f"--algorithms: {error}") from None
+    return peers
 
 
 def _measure_case(case: Case, timer: Timer, repeats: int) -> Row:

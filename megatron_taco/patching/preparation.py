@@ -68,7 +68,7 @@ class Preparation:
         from megatron.training import get_args
 
         group = parallel_state.get_tensor_model_parallel_group()
-        self._settle_nodes(group)
+        self._settle_group(group)
         if not self._knows_messages:
             return
         args = get_args()
@@ -85,10 +85,11 @@ class Preparation:
         if self._settings.mode == "auto":
             self._choose(args, collectives, messages, group)
 
-    def _settle_nodes(self, group: Any) -> None:
-        """Find out how the group lies on nodes now: its ranks have to do that together."""
+    def _settle_group(self, group: Any) -> None:
+        """Find out how the group lies on nodes and GPUs: its ranks have to do that together."""
         try:
             self._router.nodes(group)
+            self._router.require_peers(group, current_device())
         except ValueError as error:
             raise PatchError(f"compression.tensor_parallel.{error}") from error
 

@@ -90,6 +90,7 @@ def test_alternatives_and_nodes(run_ranks: RankRunner, tmp_path: Path) -> None:
     assert between["hierarchical"] == between["two_shot"] / 2 == between["one_shot"] / 4
 
 
-def test_hierarchical_on_one_node_is_refused(run_ranks: RankRunner) -> None:
-    words = ["--sizes", "64KiB", "--algorithms", "hierarchical", "--repeats", "1"]
+@pytest.mark.parametrize("algorithm", ["hierarchical", "peer_read"])
+def test_what_cannot_work_here_is_refused(run_ranks: RankRunner, algorithm: str) -> None:
+    words = ["--sizes", "64KiB", "--algorithms", algorithm, "--repeats", "1"]
     assert run_ranks(_bench, 2, words, init=False, preload="torch") == [2, 2]

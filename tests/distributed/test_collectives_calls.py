@@ -277,3 +277,4 @@ def test_choose_algorithm() -> None:
         assert [choose_algorithm(p, algorithm) for p in (1, 2, 4)] == [algorithm] * 3
     with pytest.raises(ValueError, match="hierarchical"):
         choose_algorithm(4, "hierarchical")
+    assert choose_algorithm(4, "peer_read") == "peer_read"

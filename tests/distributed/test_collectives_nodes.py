@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_taco.collectives import Topology, all_reduce, traffic
+from megatron_taco.collectives import PeerMemory, Topology, all_reduce, traffic
 from megatron_taco.collectives.nodes import node_id, places
 from megatron_taco.collectives.router import Router
 from megatron_taco.compressors import Taco
@@ -153,6 +153,13 @@ def _refusals(rank: int, size: int) -> None:
             topology.require(group)
     with pytest.raises(ValueError, match="needs the nodes of the group of 4"):
         all_reduce(torch.ones(8), group=group, compressor=Taco(), algorithm="hierarchical")
+    with pytest.raises(ValueError, match="peer_read needs the memory of the group's 4 ranks"):
+        all_reduce(torch.ones(8), group=group, compressor=Taco(), algorithm="peer_read")
+    x, peers = torch.ones(8), PeerMemory()
+    for _ in range(2):  # known from the first time on
+        with pytest.raises(ValueError, match="GPU memory; rank 0: its tensors are on cpu; run on"):
+            all_reduce(x, group=group, compressor=Taco(), algorithm="peer_read", peers=peers)
+    assert torch.equal(x, torch.ones(8))
     for call in (0, -1):
         with pytest.raises(ValueError, match=f"chunks: got {call}, allowed: 1 or more"):
             all_reduce(torch.ones(8), group=group, compressor=Taco(), chunks=call)
@@ -218,12 +225,19 @@ def test_node_id(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_id() == "somewhere"
 
 
-def _train(rank: int, size: int, config: str, nodes: list[str], expected_code: int) -> str:
+def _train(
+    rank: int,
+    size: int,
+    config: str,
+    nodes: list[str],
+    expected_code: int,
+    algorithm: str = "hierarchical",
+) -> str:
     def before(rank: int) -> None:
         os.environ["NCCL_HOSTID"] = nodes[rank]
 
     overrides = [f"megatron.tensor_model_parallel_size={size}", "megatron.train_iters=1"]
-    overrides += ["compression.tensor_parallel.algorithm=hierarchical"]
+    overrides += [f"compression.tensor_parallel.algorithm={algorithm}"]
     output = io.StringIO()
     with contextlib.redirect_stderr(output):
         train(rank, size, config, overrides, before, expected_code=expected_code)
@@ -236,4 +250,12 @@ def test_the_trainer_on_nodes(run_ranks: RankRunner, tmp_path: Path) -> None:
     run_ranks(_train, 4, config, ["a", "a", "b", "b"], 0, init=False, preload="megatron")
     said = run_ranks(_train, 2, config, ["a"] * 2, 2, init=False, preload="megatron")
     assert "compression.tensor_parallel.algorithm: hierarchical needs a group" in said[0]
+    assert "Traceback" not in "".join(said)
+
+
+def test_the_trainer_refuses_peer_reads_on_cpus(run_ranks: RankRunner, tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    said = run_ranks(_train, 2, config, ["a"] * 2, 2, "peer_read", init=False, preload="megatron")
+    assert "compression.tensor_parallel.algorithm: peer_read needs ranks that read" in said[0]
+    assert "rank 0: its tensors are on cpu; run on GPUs; allowed here: auto, one_shot" in said[0]
     assert "Traceback" not in "".join(said)

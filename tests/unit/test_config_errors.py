@@ -93,6 +93,11 @@ CASES = {
         f"{TP}.published_clips: true needs one of the formats e4m3, e5m2, but format is int8; "
         "set format: e4m3 or published_clips: false",
     ),
+    "clips by peer reads": (
+        tensor_parallel("{published_clips: true, algorithm: peer_read}"),
+        f"{TP}.algorithm: peer_read sums by kernels, and published_clips: true has none; "
+        "set algorithm: auto or published_clips: false",
+    ),
     "too many chunks": (
         tensor_parallel("forward_chunks: 17"),
         f"{TP}.forward_chunks: 17 is out of range; allowed: at most 16",

@@ -22,6 +22,7 @@ def test_by_hand() -> None:
         return traffic(op, algorithm, numel, 2, 4, _payload, block=BLOCK)
 
     assert of("all_reduce", "one_shot") == Traffic(raw=3 << 20, wire=3 * whole)
+    assert of("all_reduce", "peer_read") == of("all_reduce", "one_shot")
     assert of("all_reduce", "two_shot") == Traffic(raw=3 << 20, wire=6 * whole // 4)
     for op in ("reduce_scatter", "all_gather"):
         expected = Traffic(raw=3 * (numel // 4) * 2, wire=3 * whole // 4)
