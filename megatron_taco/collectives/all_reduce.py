@@ -130,7 +130,7 @@ def all_reduce(
 
         def start(part: Tensor) -> Chunk:
             if buffer is not None:
-                return peer_read(part, buffer, compressor, on_payload)
+                return peer_read(part, buffer, compressor, on_payload, overlap)
             if nodes is not None and chosen == "hierarchical":
                 return hierarchical(part, nodes, compressor, on_payload, overlap)
             algorithm = one_shot if one else two_shot

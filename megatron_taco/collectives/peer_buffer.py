@@ -71,21 +71,22 @@ class PeerBuffer:
         Raises:
             RuntimeError: A CUDA graph is being captured, or memory cannot be mapped.
         """
-        cuda = self._device.type == "cuda"
-        if cuda and torch.cuda.is_current_stream_capturing():
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "algorithm: peer_read cannot be captured in a CUDA graph, since its calls take "
                 "turns with two buffers; allowed there: auto, one_shot, two_shot"
             )
         mapping = self.reserve(nbytes)
-        if cuda:
-            self._follow(torch.cuda.current_stream(self._device))
+        self._follow()
         memory, addresses = self._slots[self._calls % SLOTS]
         self._calls += 1
         return Slot(memory[:nbytes], addresses, mapping.barrier)
 
-    def _follow(self, stream: torch.cuda.Stream) -> None:
-        """Puts what the stream does next behind the call before, whichever stream that was on."""
+    def _follow(self) -> None:
+        """Puts what the current stream does next behind the call before, on whichever stream."""
+        if self._device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self._device)
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
         self._stream = stream
@@ -100,10 +101,13 @@ class PeerBuffer:
         """
         if self._mapping is not None and nbytes <= self._capacity:
             return self._mapping
-        if self._stream is not None:
-            # No rank comes back from mapping before all have entered it, so by then all have read
-            # what they had to read of the old memory, which goes after that.
-            self._stream.synchronize()
+        if self._mapping is not None:
+            # All ranks come here in the same call, and then have read what they had to read of the
+            # old memory, which goes.
+            self._follow()
+            self._mapping.barrier()
+            if self._stream is not None:
+                self._stream.synchronize()
         capacity = -(-nbytes // ALIGNMENT) * ALIGNMENT
         mapping = self._map_memory(SLOTS * capacity)
         starts = [slot * capacity for slot in range(SLOTS)]

@@ -10,6 +10,9 @@ much else, so an async call hides nothing (peer_buffer.py says what else would f
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+import torch
 from torch import Tensor
 
 from megatron_taco.collectives.launch import OnPayload
@@ -18,8 +21,25 @@ from megatron_taco.collectives.pipeline import Chunk
 from megatron_taco.compressors import Compressor
 
 
+class Launched:
+    """The handle of what is on a CUDA stream already, for streams that it is awaited on."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Remembers what the device's current stream has got to do so far."""
+        self._device = device
+        self._event = torch.cuda.current_stream(device).record_event()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Makes the current stream wait; the barrier's timeout is that of the group."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
 def peer_read(
-    flat: Tensor, buffer: PeerBuffer, compressor: Compressor, on_payload: OnPayload | None
+    flat: Tensor,
+    buffer: PeerBuffer,
+    compressor: Compressor,
+    on_payload: OnPayload | None,
+    async_op: bool,
 ) -> Chunk:
     """Sums one chunk, ``flat`` [n], contiguous, in place."""
     numel = flat.numel()
@@ -30,4 +50,4 @@ def peer_read(
         on_payload(mine, numel)
     slot.barrier()
     compressor.decode_sum_peers(slot.addresses, numel, out=flat)
-    yield None
+    yield Launched(flat.device) if async_op and flat.is_cuda else None

@@ -26,16 +26,17 @@ UNROLLED = tl.constexpr(8)
 
 @triton.jit
 def _byte_of(payloads, at, rank, stride, PEERS: tl.constexpr):
-    """Return the address of byte ``at`` of a payload.
+    """Return the address of the same byte of each payload.
 
-    ``payloads`` is the address of the first one, uint8, with ``stride`` bytes from one to the next;
-    with ``PEERS`` it is a table of their addresses, int64, all multiples of 16.
+    ``at`` is that of the first payload, with ``stride`` bytes from one to the next. With ``PEERS``
+    it is the byte's number, and ``payloads`` a table of where they start, int64, all multiples of
+    16.
     """
     if PEERS:
         base = tl.load(payloads + rank).to(tl.pointer_type(tl.uint8))
         found = tl.multiple_of(base, 16) + at
     else:
-        found = payloads + at + rank * stride
+        found = at + rank * stride
     return found
 
 
@@ -71,8 +72,12 @@ def rotated_sum(
     stride = payload_units.to(tl.int64) * PAYLOAD_UNIT
     valid = first + block_index(G) < count
     CODES: tl.constexpr = BLOCK * BITS // 8
-    codes = first * CODES
-    scale = count * CODES
+    if PEERS:
+        codes = first * CODES
+        scale_base = count * CODES
+    else:
+        codes = payloads + first * CODES
+        scale_base = payloads + count * CODES
     offsets = access_offsets(CODES, L, G, BLOCK // (L * V))
     if RANKS <= UNROLLED:
         # All loads first: what is in flight at a time decides the speed.
@@ -82,7 +87,7 @@ def rotated_sum(
             base = _byte_of(payloads, codes, rank, stride, PEERS)
             raw += (load_codes(base, offsets, valid, V, FORMAT, ACCESS),)
         for rank in tl.static_range(RANKS):
-            base = _byte_of(payloads, scale, rank, stride, PEERS)
+            base = _byte_of(payloads, scale_base, rank, stride, PEERS)
             scales += (load_scales(base, first, count, G, SCALES, ALIGNED),)
         e = scale_exponent(scales[0][0], scales[0][1], SCALES)
         for rank in tl.static_range(1, RANKS):
@@ -106,7 +111,7 @@ def rotated_sum(
     else:
         e = tl.full((1, G, 1, 1), -1000, tl.int32)
         for rank in tl.range(0, RANKS):
-            base = _byte_of(payloads, scale, rank, stride, PEERS)
+            base = _byte_of(payloads, scale_base, rank, stride, PEERS)
             s, alpha = load_scales(base, first, count, G, SCALES, ALIGNED)
             e = tl.maximum(e, scale_exponent(s, alpha, SCALES))
         e = clamp_exponent(e + LOG_LIMIT)
@@ -114,13 +119,13 @@ def rotated_sum(
         total = tl.full((1, G, 1, 1), -0x80000000, tl.int32).to(tl.float32, bitcast=True)
         if OFFSET:
             for rank in tl.range(0, RANKS):
-                base = _byte_of(payloads, scale, rank, stride, PEERS)
+                base = _byte_of(payloads, scale_base, rank, stride, PEERS)
                 s, alpha = load_scales(base, first, count, G, SCALES, ALIGNED)
                 total += relative_scale(s, alpha, e, SCALES, MODE)
             total = total * -OFFSET
         z = tl.broadcast_to(total, (L, G, BLOCK // (L * V), V))
         for rank in tl.range(0, RANKS):
-            base = _byte_of(payloads, scale, rank, stride, PEERS)
+            base = _byte_of(payloads, scale_base, rank, stride, PEERS)
             s, alpha = load_scales(base, first, count, G, SCALES, ALIGNED)
             base = _byte_of(payloads, codes, rank, stride, PEERS)
             a, b, c = load_codes(base, offsets, valid, V, FORMAT, ACCESS)

@@ -117,16 +117,22 @@ class Checks:
         self._back_to_back([torch.cuda.Stream(), torch.cuda.Stream()])
 
     def several_under_way(self) -> None:
-        """Async calls, awaited in another order than they were begun."""
+        """Async calls, awaited in another order than they were begun, and on another stream."""
         taco = Taco()
         xs = [self.random(40_000 + 77 * k, torch.bfloat16, k) for k in range(5)]
         wanted = [x.clone() for x in xs]
         for x in wanted:
             self.call(x, taco, "one_shot")
-        works = [self.call(x, taco, async_op=True) for x in xs]
-        for work in reversed(works):
-            work.wait()
-        for x, y in zip(xs, wanted, strict=True):
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[0]):
+            works = [self.call(x, taco, async_op=True) for x in xs]
+        with torch.cuda.stream(streams[1]):
+            for work in reversed(works):
+                work.wait()
+            found = [x.clone() for x in xs]
+        torch.cuda.synchronize()
+        for x, y in zip(found, wanted, strict=True):
             assert oracle.same_bits(x.cpu(), y.cpu())
 
     def memory(self) -> None:

@@ -70,7 +70,7 @@ def wrong_calls() -> int:
         results = []
         for call in range(CALLS):
             flat = inputs(call)[rank].clone()
-            for _ in peer_read(flat, buffer, taco, None):
+            for _ in peer_read(flat, buffer, taco, None, False):
                 pass
             results.append(flat)
         return results
