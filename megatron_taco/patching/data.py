@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from megatron_taco.collectives.two_level import Nodes
 from megatron_taco.compressors import Compressor
 from megatron_taco.patching.data_changes import Changes
 from megatron_taco.patching.data_flows import INSIDE_NODE
+from megatron_taco.patching.data_methods import BucketMethods, Make
 from megatron_taco.patching.data_plans import (
     ModelParameters,
     Plan,
@@ -93,6 +95,7 @@ class DataParallelHooks:
         ranks_per_node: Ranks of a node; None to tell nodes by their host names.
         seed: Of random rounding.
         counter: Gives the counter of a role's collective.
+        make_method: Makes the method with memory that takes gradients instead of a compressor.
         step: The step that runs now; the training loop sets it.
         sampling: Whether errors are sampled in this step.
     """
@@ -104,6 +107,7 @@ class DataParallelHooks:
     ranks_per_node: int | None
     seed: int
     counter: Callable[[str, str], FlowCounter]
+    make_method: Make | None = None
     step: int = 0
     sampling: bool = False
 
@@ -121,6 +125,10 @@ class DataParallelHooks:
             if self.weights
             else None
         )
+        self.methods: BucketMethods | None = None
+        if self.gradients is not None and self.make_method is not None:
+            self.methods = BucketMethods(self.gradients, self.model, self.make_method)
+        self._models: list[weakref.ref[Any]] = []
         self._topology: Topology | None = None
         self._nodes: dict[Any, Nodes | None] = {}
         self._changes = Changes(self._weight_plans, self.difference) if self._weight_plans else None
@@ -230,6 +238,8 @@ class DataParallelHooks:
             hit()
             sync, bucket = found
             plan = sync.plans.of(bucket)
+            if self.methods is not None and sync.compressed and plan.compresses:
+                return self._by_method(bucket, plan, "reduce_scatter", group, op)
             nodes = self._nodes.get(group)
             if nodes is not None and sync.compressed and plan.compresses:
                 return self._in_two_hops(output, input, nodes, sync, plan, op, async_op)
@@ -285,6 +295,19 @@ class DataParallelHooks:
         handle.wait()
         return None
 
+    def _by_method(
+        self, bucket: Any, plan: Plan, collective: str, group: ProcessGroup, op: Any
+    ) -> None:
+        """A bucket by its method with memory: done on return, so there is nothing to wait for."""
+        assert self.methods is not None
+        average = op == dist.ReduceOp.AVG
+        sent, bad = self.methods.reduce(
+            bucket, plan, collective, group, step=self.step, average=average
+        )
+        self._add(plan, collective, sent, True)
+        name = plan.stream.method
+        self.counter(f"{plan.stream.role}.{name}", collective).add_nonfinite(bad)
+
     def _all_reduce(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
         @functools.wraps(original)
         def all_reduce(
@@ -299,6 +322,8 @@ class DataParallelHooks:
             hit()
             sync, bucket = found
             plan = sync.plans.of(bucket)
+            if self.methods is not None and sync.compressed and plan.compresses:
+                return self._by_method(bucket, plan, "all_reduce", group, op)
             size = group.size()
 
             def compressed(codec: buckets.Codec, on_part: buckets.OnPart) -> Any:
@@ -365,7 +390,7 @@ class DataParallelHooks:
     def _add(self, plan: Plan, collective: str, sent: dict[str, Traffic], compressed: bool) -> None:
         size = plan.numel * plan.itemsize
         stream = plan.stream
-        for kind, traffic in sent.items():
+        for kind, traffic in stream.counted(sent).items():
             count = self.counter(f"{stream.role}.{kind}", collective)
             count.seen += 1
             count.largest = max(count.largest, size)
@@ -413,12 +438,26 @@ class DataParallelHooks:
 
             size = parallel_state.get_tensor_model_parallel_world_size()
             self.model.learn(ddp.module, size)
+            self._models.append(weakref.ref(ddp))
             if self.inside_node is not None:
                 group = parallel_state.get_data_parallel_group(with_context_parallel=True)
                 if group not in self._nodes:
                     self._nodes[group] = two_level.nodes_of(group, self._node())
 
         return __init__
+
+    def method_buckets(self) -> Iterator[tuple[Any, Plan, ProcessGroup]]:
+        """Every bucket that goes by a method with memory, with its plan and its group."""
+        assert self._gradient_plans is not None
+        for reference in self._models:
+            ddp = reference()
+            for bucket_group in [] if ddp is None else ddp.bucket_groups:
+                if not _is_ours(bucket_group, "grad_data"):
+                    continue
+                for bucket in bucket_group.buckets:
+                    plan = self._gradient_plans.of(bucket)
+                    if plan.compresses:
+                        yield bucket, plan, _group_of(bucket_group)
 
     def _node(self) -> Topology:
         if self._topology is None:
@@ -450,14 +489,19 @@ def _is_sum(op: Any) -> bool:
 
 def _is_ours(group: Any, flat: str) -> bool:
     """Tell whether a bucket group has more than one rank, and no expert or special bucket."""
-    config = group.ddp_config
-    if config.use_distributed_optimizer:
-        ranks = group.intra_distributed_optimizer_instance_group
-    else:
-        ranks = group.data_parallel_group
-    return ranks.size() > 1 and all(
+    return _group_of(group).size() > 1 and all(
         getattr(bucket, flat) is not None
         and getattr(bucket, flat).dtype in _DTYPES
         and all(getattr(parameter, "allreduce", True) for parameter in bucket.params)
         for bucket in group.buckets
     )
+
+
+def _group_of(group: Any) -> ProcessGroup:
+    """The ranks over which a bucket group reduces and gathers."""
+    ranks: ProcessGroup
+    if group.ddp_config.use_distributed_optimizer:
+        ranks = group.intra_distributed_optimizer_instance_group
+    else:
+        ranks = group.data_parallel_group
+    return ranks

@@ -10,6 +10,7 @@ from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Config
 from megatron_taco.patching import data_flows, tensor
+from megatron_taco.patching.data_memory import GradientMemory
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks, StepListener
@@ -74,7 +75,9 @@ class Session:
         settings = config.compression.tensor_parallel
         compressing = settings.enabled
         flows = tensor.all_flows() if compressing else []
-        flows += data_flows.all_flows() if config.compression.data_parallel.enabled else []
+        data_settings = config.compression.data_parallel
+        if data_settings.enabled:
+            flows += data_flows.all_flows(data_settings.gradients.method)
         self.counters = Counters(flows)
         self.reporter = Reporter(
             counters=self.counters,
@@ -113,6 +116,14 @@ class Session:
             )
         self.data_parallel = data_parallel_hooks(config, self.counters)
         self.data_checks: list[FlowCheck] = []
+        self._memory: GradientMemory | None = None
+        if self.data_parallel is not None and data_settings.gradients.method is not None:
+            self._memory = GradientMemory(
+                self.data_parallel,
+                data_settings.gradients.method,
+                fresh=data_settings.gradients.memory == "fresh",
+                say=self.reporter.say,
+            )
         if self.data_parallel is not None:
             self.data_checks = data_parallel_checks(
                 self.data_parallel,
@@ -131,6 +142,10 @@ class Session:
             if step:
                 self.reporter.resumed(step)
             self._prepare()
+            if self._memory is not None:
+                from megatron.training import get_args
+
+                self._memory.resume(get_args())
         self.current_step = step + 1
         sampling = bool(self._error_every) and step % self._error_every == 0
         if self.router is not None:
@@ -170,6 +185,8 @@ class Session:
             tensor.TensorParallelHooks(self.router, self._forward_chunks).claim(registry)
         if self.data_parallel is not None:
             self.data_parallel.claim(registry)
+        if self._memory is not None:
+            self._memory.claim(registry)
         LoopHooks(
             self.reporter, self._begin_step, self._begin_evaluation, (self.check, *self.data_checks)
         ).claim(registry)
