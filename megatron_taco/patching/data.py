@@ -16,7 +16,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from megatron_taco.patching.data_plans import (
 )
 from megatron_taco.patching.registry import Registry
 from megatron_taco.patching.tensor import _Overlay
+from megatron_taco.telemetry.costs import Cost
 
 OWNER = "compression.data_parallel"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,10 +52,11 @@ Plain = Callable[[], Any]
 
 
 class Handles:
-    """What Megatron waits for instead of torch's coalescing manager."""
+    """What Megatron waits for instead of torch's coalescing manager; counts the time it takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, cost: Cost) -> None:
         self._handles: list[Any] = []
+        self._cost = cost
 
     def append(self, handle: Any) -> None:
         """Add a handle under way; None, of a collective that is done, is left out."""
@@ -64,8 +66,9 @@ class Handles:
     def wait(self) -> None:
         """Wait for all, in the order in which they were started."""
         handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.wait()
+        with self._cost.timed():
+            for handle in handles:
+                handle.wait()
 
 
 @dataclass
@@ -75,7 +78,7 @@ class _Sync:
     buckets: list[Any]
     plans: Plans
     compressed: bool
-    handles: Handles = field(default_factory=Handles)
+    handles: Handles
 
 
 class _Current(threading.local):
@@ -113,6 +116,7 @@ class DataParallelHooks:
 
     def __post_init__(self) -> None:
         """Start with nothing known of the model."""
+        self.cost = Cost(OWNER, state=self._state_bytes)
         self.model = ModelParameters()
         self._current = _Current()
         self._gradient_plans = (
@@ -133,13 +137,18 @@ class DataParallelHooks:
         self._nodes: dict[Any, Nodes | None] = {}
         self._changes = Changes(self._weight_plans, self.difference) if self._weight_plans else None
 
+    def _state_bytes(self) -> int:
+        return 0 if self.methods is None else self.methods.state_bytes
+
     # What a bucket group does
 
     @contextlib.contextmanager
-    def _syncing(self, sync: _Sync) -> Iterator[None]:
+    def _syncing(self, members: Any, plans: Plans, compressed: bool) -> Iterator[None]:
+        sync = _Sync(list(members), plans, compressed, Handles(self.cost))
         saved, self._current.sync = self._current.sync, sync
         try:
-            yield
+            with self.cost.timed() if compressed else contextlib.nullcontext():
+                yield
         finally:
             self._current.sync = saved
 
@@ -153,7 +162,7 @@ class DataParallelHooks:
             compressed = self.step >= plans.stream.start_step and any(
                 plans.of(bucket).compresses for bucket in group.buckets
             )
-            with self._syncing(_Sync(list(group.buckets), plans, compressed)):
+            with self._syncing(group.buckets, plans, compressed):
                 return original(group, *args, **kwargs)
 
         return start_grad_sync
@@ -167,7 +176,7 @@ class DataParallelHooks:
             hit()
             assert self._changes is not None
             compressed = any(bucket in self._changes for bucket in group.buckets)
-            with self._syncing(_Sync(list(group.buckets), plans, compressed)):
+            with self._syncing(group.buckets, plans, compressed):
                 return original(group, *args, **kwargs)
 
         return start_param_sync
@@ -211,6 +220,7 @@ class DataParallelHooks:
         if compressed is None:
             handle = plain()
         else:
+            self.cost.called(plan.buffer_bytes(collective, group.rank(), group.size()))
             codec = plan.stream.codec(self.step, plan.name, dist.get_rank(), self.seed)
             handle = compressed(codec, self._observer(plan, collective))
             if not async_op:
@@ -272,6 +282,7 @@ class DataParallelHooks:
     ) -> Any:
         assert self.inside_node is not None
         hops = plan.hops(nodes, self.inside_node)
+        self.cost.called(hops.buffer_bytes)
         self._add(plan, INSIDE_NODE, hops.inside, True)
         self._add(plan, "reduce_scatter", hops.between, True)
         rank, stream = dist.get_rank(), plan.stream
@@ -301,6 +312,7 @@ class DataParallelHooks:
         """A bucket by its method with memory: done on return, so there is nothing to wait for."""
         assert self.methods is not None
         average = op == dist.ReduceOp.AVG
+        self.cost.called(0 if bucket.grad_data.dtype == torch.float32 else 4 * plan.numel)
         sent, bad = self.methods.reduce(
             bucket, plan, collective, group, step=self.step, average=average
         )
@@ -421,8 +433,10 @@ class DataParallelHooks:
             hit()
             if self.step < weights.plans.stream.start_step:
                 return original(optimizer, *args, **kwargs)
-            with weights.kept(optimizer, self._count_exact_gather):
-                return original(optimizer, *args, **kwargs)
+            with self.cost.timed(), weights.kept(optimizer, self._count_exact_gather):
+                result = original(optimizer, *args, **kwargs)
+            self.cost.buffers = max(self.cost.buffers, weights.kept_bytes)
+            return result
 
         return copy_main_params
 

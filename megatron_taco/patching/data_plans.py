@@ -101,6 +101,11 @@ class Hops:
     inside: dict[str, Traffic]
     between: dict[str, Traffic]
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the messages of the first hop, the larger one: sent and received."""
+        return 2 * sum(piece.size for piece in self.fine)
+
 
 @dataclass(eq=False)
 class Plan:
@@ -220,6 +225,23 @@ class Plan:
         }
         wire = dict(raw) if not compressed else self._wire(collective, rank, size)
         return {kind: Traffic(raw[kind], wire.get(kind, 0)) for kind in raw}
+
+    def buffer_bytes(self, collective: str, rank: int, size: int) -> int:
+        """Return the bytes of the messages that a rank holds in one compressed call.
+
+        Args:
+            collective: As for :meth:`traffic`.
+            rank: Likewise.
+            size: Likewise.
+        """
+        if collective == "all_reduce" and one_shot(size):
+            return size * self.slices(1, equal=False)[0].size
+        pieces = self.slices(size, equal=collective != "all_reduce")
+        gathered = size * max(piece.size for piece in pieces)
+        scattered = sum(piece.size for piece in pieces) + size * pieces[rank].size
+        return (gathered if collective != "reduce_scatter" else 0) + (
+            scattered if collective != "all_gather" else 0
+        )
 
     def _wire(self, collective: str, rank: int, size: int) -> dict[str, int]:
         wire: dict[str, int] = {}

@@ -16,6 +16,7 @@ from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks, StepListener
 from megatron_taco.patching.preparation import Preparation
 from megatron_taco.patching.registry import Applied, Registry
+from megatron_taco.telemetry.costs import Cost
 from megatron_taco.telemetry.counters import Counters, Flow
 from megatron_taco.telemetry.reporter import Reporter
 
@@ -85,6 +86,8 @@ class Session:
             metrics=metrics,
             log_interval=log_interval,
         )
+        self.costs: list[Cost] = []
+        self._steps = 0
         self._applied: Applied | None = None
         self._registry: Registry | None = None
         self.router: Router | None = None
@@ -92,6 +95,8 @@ class Session:
         self._preparation: Preparation | None = None
         if compressing:
             router = tensor_parallel_router(config, self.counters, router_type)
+            self.costs.append(Cost("compression.tensor_parallel"))
+            router.watcher = self.costs[-1]
             self.router = router
             expected = tensor.expected_flows(
                 sequence_parallel=sequence_parallel,
@@ -125,6 +130,7 @@ class Session:
                 say=self.reporter.say,
             )
         if self.data_parallel is not None:
+            self.costs.append(self.data_parallel.cost)
             self.data_checks = data_parallel_checks(
                 self.data_parallel,
                 config,
@@ -147,6 +153,7 @@ class Session:
 
                 self._memory.resume(get_args())
         self.current_step = step + 1
+        self._steps += 1
         sampling = bool(self._error_every) and step % self._error_every == 0
         if self.router is not None:
             self.router.step = step
@@ -198,7 +205,7 @@ class Session:
         for check in (self.check, *self.data_checks):
             if check is not None:
                 check.finish()
-        self.reporter.finish()
+        self.reporter.finish(self.costs, self._steps)
 
     def undo(self) -> None:
         """Restore the very objects that were replaced."""

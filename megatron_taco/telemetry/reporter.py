@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from megatron_taco.telemetry.console import flow_table, make_console, step_line
+from megatron_taco.telemetry.costs import Cost, cost_table, records
 from megatron_taco.telemetry.counters import Counters, FlowTotal
 
 Scalar = float | torch.Tensor
@@ -231,18 +232,31 @@ class Reporter:
         self._write({"event": label, "iteration": iteration, "loss": mean, "time": time.time()})
         self.say(f"{label} loss after step {iteration}: {mean:.4f}")
 
-    def finish(self) -> list[FlowTotal]:
-        """Print the end table from rank 0; every rank calls it."""
+    def finish(self, costs: Sequence[Cost] = (), steps: int = 0) -> list[FlowTotal]:
+        """Print the end tables from rank 0; every rank calls it.
+
+        Args:
+            costs: What compression costs this rank, the same axes on all ranks.
+            steps: Training steps of this process.
+        """
         totals = self.totals()
+        found: dict[str, dict[str, Any]] = {}
+        if costs:
+            numbers = [number for cost in costs for number in cost.numbers()]
+            largest = self._reduce(numbers, dist.ReduceOp.MAX)
+            found = records([cost.axis for cost in costs], largest, steps)
         if any(total.seen for total in totals):
             self._write(
                 {
                     "event": "end",
                     "time": time.time(),
                     "flows": {str(t.flow): self._flow_record(t) for t in totals if t.seen},
+                    "costs": found,
                 }
             )
             self.show(
                 flow_table(totals, "What the links carried (all ranks, training and evaluation)")
             )
+            if found:
+                self.show(cost_table(found))
         return totals

@@ -19,6 +19,7 @@ from tests.distributed.training import (
     DISTRIBUTED_OPTIMIZER,
     OFF,
     losses,
+    metrics,
     train,
     write_config,
 )
@@ -67,6 +68,9 @@ def test_resuming_changes_no_bit(run_ranks: RankRunner, tmp_path: Path, name: st
     assert counted[f"dp.gradients.norm {collective}"]["compressed"] == 0
     if name != "powersgd":
         return
+    lines = metrics(tmp_path, "whole")
+    (cost,) = next(line for line in lines if line["event"] == "end")["costs"].values()
+    assert cost["state_bytes"] > 4 * 100_000  # a residual for every element of the matrices
     # It is the memory that makes it so: without it the run goes on otherwise.
     fresh = (*method(name, "memory=fresh"), *layout, SMALL_BUCKETS, "run.name=fresh", load)
     run_ranks(train, 2, config, list(fresh), init=False, timeout=150)
