@@ -12,3 +12,8 @@ class Compression(Section):
 
     tensor_parallel: TensorParallel = Field(default_factory=TensorParallel)
     data_parallel: DataParallel = Field(default_factory=DataParallel)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is to be compressed on any axis."""
+        return self.tensor_parallel.enabled or self.data_parallel.enabled
