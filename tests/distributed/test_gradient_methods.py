@@ -50,11 +50,11 @@ def save_half(run_ranks: RankRunner, ranks: int, config: str, folder: Path, *com
     run_ranks(train, ranks, config, arguments, init=False, timeout=150)
 
 
-@pytest.mark.parametrize("name", ["powersgd", "pactrain", "cd_adam"])
+@pytest.mark.parametrize("name", ["powersgd", "cd_adam"])
 def test_resuming_changes_no_bit(run_ranks: RankRunner, tmp_path: Path, name: str) -> None:
     """Memory by parameter and by bucket, of one rank and of all; several buckets, overlap."""
     config = write_config(tmp_path)
-    layout = OVERLAP if name == "pactrain" else (DISTRIBUTED_OPTIMIZER, *OVERLAP_BOTH)
+    layout = OVERLAP if name == "cd_adam" else (DISTRIBUTED_OPTIMIZER, *OVERLAP_BOTH)
     common = (*method(name), *layout, SMALL_BUCKETS)
     whole = run(run_ranks, 2, config, "whole", *common)
     save_half(run_ranks, 2, config, tmp_path / "saved", *common)
@@ -62,7 +62,7 @@ def test_resuming_changes_no_bit(run_ranks: RankRunner, tmp_path: Path, name: st
     resumed = run(run_ranks, 2, config, "parts", *common, load)
     assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
     assert resumed == whole
-    collective = "all_reduce" if name == "pactrain" else "reduce_scatter"
+    collective = "all_reduce" if name == "cd_adam" else "reduce_scatter"
     counted = flows(tmp_path, "whole")
     assert counted[f"dp.gradients.{name} {collective}"]["compressed"] > STEPS * 2 * 2
     assert counted[f"dp.gradients.norm {collective}"]["compressed"] == 0
@@ -111,7 +111,7 @@ def test_average_in_bf16_with_tensor_parallelism(run_ranks: RankRunner, tmp_path
         f"megatron.train_iters={STEPS}",
     )
     run_ranks(train, 4, config, [OFF, *base, "run.name=off"], init=False, timeout=200)
-    arguments = [*method("powersgd"), *base, f"{DP}.start_step=1", "run.name=on"]
+    arguments = [*method("pactrain"), *base, f"{DP}.start_step=1", "run.name=on"]
     found: list[dict[str, str]] = run_ranks(
         train, 4, config, arguments, None, digests, init=False, timeout=200
     )
@@ -121,6 +121,6 @@ def test_average_in_bf16_with_tensor_parallelism(run_ranks: RankRunner, tmp_path
     on, off = losses(tmp_path, "on"), losses(tmp_path, "off")
     assert (on[1], on[2]) == (off[1], off[2])
     assert on[STEPS] != off[STEPS]
-    assert near(on, off, 0.05)
-    sent = flows(tmp_path, "on")["dp.gradients.powersgd all_reduce"]
+    assert near(on, off, 0.1)
+    sent = flows(tmp_path, "on")["dp.gradients.pactrain all_reduce"]
     assert sent["compressed"] == sent["calls"] * (STEPS - 1) / STEPS
