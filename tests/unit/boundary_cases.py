@@ -22,7 +22,8 @@ def token_ids(seed: int = 0, s: int = S, b: int = B) -> Tensor:
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
     """Return the relative RMS error, in FP64."""
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
+    found, exact = found.detach().double(), exact.detach().double()
+    return float((found - exact).norm() / exact.norm())
 
 
 def chain_boundary(chain: Chain, index: int = 1) -> Boundary:

@@ -222,3 +222,21 @@ def test_ids_that_do_not_fit_the_activation_are_refused(ids):
     chain = Chain(settings_of("full"), 1, 0, 1)
     with pytest.raises(ValueError, match=r"boundary 1: token ids are .*, expected \[2, 6\]"):
         chain_boundary(chain)(noise(S, B, D), ids)
+
+
+def test_a_learned_projector_keeps_what_a_fixed_one_loses():
+    mixing = noise(8, D, seed=3) / 3
+    left = {}
+    for kind in ("mapl", "learned_unconstrained", "fixed"):
+        chain = Chain(BoundarySettings(kind, D, 8), 1, 0, 1)
+        boundary = chain_boundary(chain)
+        for step in range(120):
+            x = noise(S, B, 8, seed=step) @ mixing
+            y = boundary(x.requires_grad_(), None)
+            (y - x.detach()).square().mean().backward()
+            gradient = sum(boundary.gradient_parts().values()) if kind != "fixed" else None
+            boundary.end_step(gradient, 0.05 * (1 - step / 120))
+        left[kind] = relative_error(boundary(x, None), x)
+    assert left["fixed"] > 0.8
+    assert left["mapl"] < 0.1
+    assert left["learned_unconstrained"] < 0.5
