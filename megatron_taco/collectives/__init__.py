@@ -5,13 +5,17 @@ calls are compressed at all is decided elsewhere (:mod:`megatron_taco.collective
 """
 
 from megatron_taco.collectives.all_gather import all_gather
-from megatron_taco.collectives.all_reduce import OnPayload, all_reduce, choose_algorithm
+from megatron_taco.collectives.all_reduce import all_reduce, choose_algorithm
+from megatron_taco.collectives.launch import OnPayload
+from megatron_taco.collectives.nodes import NodeGroups, Topology
 from megatron_taco.collectives.reduce_scatter import reduce_scatter
 from megatron_taco.collectives.traffic import Traffic, traffic
 from megatron_taco.collectives.work import Work
 
 __all__ = [
+    "NodeGroups",
     "OnPayload",
+    "Topology",
     "Traffic",
     "Work",
     "all_gather",

@@ -1,15 +1,7 @@
-"""Compressed all-reduce, by one or by two exchanges of encoded bytes.
+"""Compressed all-reduce; the algorithms are in files of their own.
 
-One-shot: every rank sends its encoded tensor to all others and sums what it decodes. One lossy
-step, one collective, (P-1)·N bytes.
-
-Two-shot (the default of TACO's released code): the tensor is cut into P slices. An all-to-all
-brings slice ``r`` of every rank to rank ``r``, which decodes, sums in FP32 in rank order and
-encodes the sum again; an all-gather hands the encoded sums out. Two lossy steps, two collectives,
-2(P-1)/P·N bytes.
-
-In both everyone decodes the same bytes, the owner of a slice included, so all ranks end with
-bit-identical values.
+In all of them everyone decodes the same bytes, the owner of a slice included, so all ranks end
+with bit-identical values.
 """
 
 from __future__ import annotations
@@ -20,35 +12,49 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_taco.collectives import checks, wire
-from megatron_taco.collectives.traffic import slice_elements
+from megatron_taco.collectives import checks, launch
+from megatron_taco.collectives.chunks import plan
+from megatron_taco.collectives.hierarchical import hierarchical
+from megatron_taco.collectives.launch import OnPayload
+from megatron_taco.collectives.nodes import NodeGroups
+from megatron_taco.collectives.one_shot import one_shot
+from megatron_taco.collectives.pipeline import Chunk
+from megatron_taco.collectives.two_shot import two_shot
 from megatron_taco.collectives.work import Work
 from megatron_taco.compressors import Compressor
 
-OnPayload = Callable[[Tensor, int], None]
-"""Called with the payloads that this rank encoded, ``uint8 [R, b]``, and the elements per row."""
+ALGORITHMS = ("one_shot", "two_shot", "hierarchical")
 
 
-def choose_algorithm(world_size: int, algorithm: str) -> str:
+def choose_algorithm(world_size: int, algorithm: str, *, nodes: int = 1) -> str:
     """Returns the all-reduce algorithm: what is asked for, or the choice of ``auto``.
 
-    At P = 2 both send the same number of bytes, and one-shot has one lossy step and one
-    collective fewer; above, two-shot sends fewer bytes.
+    A group that spans nodes with several ranks each sends least between them by ``hierarchical``.
+    Else, at P = 2 one-shot and two-shot send the same number of bytes, and one-shot has one lossy
+    step and one message fewer; above, two-shot sends fewer bytes.
 
     Args:
         world_size: Number of ranks of the group, P.
-        algorithm: ``auto``, ``one_shot`` or ``two_shot``.
+        algorithm: ``auto``, ``one_shot``, ``two_shot`` or ``hierarchical``.
+        nodes: Nodes of equally many ranks, two or more, that the group spans; 1 if it does not.
 
     Returns:
-        ``one_shot`` or ``two_shot``.
+        ``one_shot``, ``two_shot`` or ``hierarchical``.
 
     Raises:
-        ValueError: ``algorithm`` is something else.
+        ValueError: ``algorithm`` is something else, or ``hierarchical`` in a group of one node.
     """
     if algorithm == "auto":
+        if nodes > 1:
+            return "hierarchical"
         return "one_shot" if world_size <= 2 else "two_shot"
-    if algorithm not in ("one_shot", "two_shot"):
-        raise ValueError(f"algorithm: got {algorithm!r}, allowed: auto, one_shot, two_shot")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm: got {algorithm!r}, allowed: auto, {', '.join(ALGORITHMS)}")
+    if algorithm == "hierarchical" and nodes == 1:
+        raise ValueError(
+            f"algorithm: hierarchical needs the nodes of the group of {world_size} "
+            "(Topology.require) and there are none; allowed: auto, one_shot, two_shot"
+        )
     return algorithm
 
 
@@ -58,6 +64,8 @@ def all_reduce(
     group: ProcessGroup,
     compressor: Compressor,
     algorithm: str = "auto",
+    nodes: NodeGroups | None = None,
+    chunks: int | None = None,
     async_op: bool = False,
     on_payload: OnPayload | None = None,
 ) -> Work | None:
@@ -68,75 +76,60 @@ def all_reduce(
             ranks. The sum is made in FP32 and rounded to this dtype once.
         group: The process group.
         compressor: Encodes what is sent.
-        algorithm: ``auto``, ``one_shot`` or ``two_shot``: see :func:`choose_algorithm`.
+        algorithm: ``auto``, ``one_shot``, ``two_shot`` or ``hierarchical``: see
+            :func:`choose_algorithm`.
+        nodes: The sub-groups of ``group`` where it spans nodes, of :class:`Topology`.
+        chunks: Parts that travel one after the other, so that encoding and decoding overlap with
+            the wire; by default one, or what bounds the memory of a one-shot on many ranks. The
+            result is the same, to the bit.
         async_op: Return a handle; the result is in ``tensor`` once its ``wait`` has returned.
-            Until then ``tensor`` may be read but not written: it is encoded already.
-        on_payload: Sees the payloads that this rank encoded.
+            Until then the tensor belongs to the collective.
+        on_payload: Sees the payloads that this rank encoded, chunk by chunk.
 
     Returns:
         The handle if ``async_op``, else None.
 
     Raises:
         TypeError: The dtype cannot be compressed, or ``group`` is not a group of this rank.
-        ValueError: ``algorithm`` is unknown, or the tensor is sparse.
+        ValueError: ``algorithm`` is unknown or does not fit, ``chunks`` is below 1, or the tensor
+            is sparse.
     """
     size = checks.group_size(group)
     checks.check_tensor("tensor", tensor, size)
-    chosen = choose_algorithm(size, algorithm)
+    checks.check_chunks(chunks)
+    count = 1 if nodes is None else nodes.count
+    chosen = choose_algorithm(size, algorithm, nodes=count)
     if size == 1 or tensor.numel() == 0:
         return Work.done() if async_op else None
-    start = _one_shot if chosen == "one_shot" else _two_shot
     with torch.no_grad():
-        work = start(tensor, group, compressor, async_op, on_payload)
-    if async_op:
-        return work
-    work.wait()
-    return None
+        given = tensor.detach()
+        flat = given.contiguous().view(-1)
+        one = chosen == "one_shot"
+        cuts = plan(
+            flat.numel(),
+            flat.nbytes,
+            unit=compressor.block * (1 if one else size),
+            wire_bytes=(size if one else 2) * compressor.payload_bytes(flat.numel()),
+            chunks=chunks,
+        )
+        overlap = async_op or len(cuts.spans) > 1
+
+        def start(part: Tensor) -> Chunk:
+            if nodes is not None and chosen == "hierarchical":
+                return hierarchical(part, nodes, compressor, on_payload, overlap)
+            algorithm = one_shot if one else two_shot
+            return algorithm(part, group, compressor, on_payload, overlap)
+
+        parts = (start(flat[first:last]) for first, last in cuts.spans)
+        return launch.run(parts, cuts.depth, _write_back(flat, given), flat, async_op)
 
 
-def _one_shot(
-    tensor: Tensor,
-    group: ProcessGroup,
-    compressor: Compressor,
-    async_op: bool,
-    on_payload: OnPayload | None,
-) -> Work:
-    numel = tensor.numel()
-    payload = compressor.encode(tensor.detach())
-    if on_payload is not None:
-        on_payload(payload.view(1, -1), numel)
-    gathered, handle = wire.gather(payload, group, async_op)
+def _write_back(flat: Tensor, given: Tensor) -> Callable[[], None]:
+    """Returns what puts the result where it belongs: nothing, where it is there already."""
+    if flat.data_ptr() == given.data_ptr():
+        return launch.nothing
 
-    def finish() -> None:
-        total = compressor.decode_sum(gathered, numel)
-        tensor.detach().copy_(total.view(tensor.shape))
+    def copy() -> None:
+        given.copy_(flat.view(given.shape))
 
-    return Work(handle, finish, payload, gathered)
-
-
-def _two_shot(
-    tensor: Tensor,
-    group: ProcessGroup,
-    compressor: Compressor,
-    async_op: bool,
-    on_payload: OnPayload | None,
-) -> Work:
-    numel, size = tensor.numel(), group.size()
-    width = slice_elements(numel, size, compressor.block)
-    flat = tensor.detach().reshape(-1)
-    if numel < size * width:
-        padded = flat.new_zeros(size * width)
-        padded[:numel] = flat
-        flat = padded
-    payloads = compressor.encode_rows(flat.view(size, width))
-    if on_payload is not None:
-        on_payload(payloads, width)
-    received, handle = wire.exchange(payloads, group, async_op)
-
-    def finish() -> None:
-        reduced = compressor.reduce_encode(received, width)
-        gathered, _ = wire.gather(reduced, group, async_op=False)
-        rows = compressor.decode_rows(gathered, width, tensor.dtype)
-        tensor.detach().copy_(rows.view(-1)[:numel].view(tensor.shape))
-
-    return Work(handle, finish, payloads, received)
+    return copy

@@ -57,6 +57,16 @@ def check_tensor(name: str, tensor: Tensor, size: int) -> None:
         raise ValueError(f"{_describe(name, tensor, size)}: only dense tensors can be compressed")
 
 
+def check_chunks(chunks: int | None) -> None:
+    """Refuses a number of chunks below 1.
+
+    Raises:
+        ValueError: It is below 1.
+    """
+    if chunks is not None and chunks < 1:
+        raise ValueError(f"chunks: got {chunks}, allowed: 1 or more, or None for the default")
+
+
 def check_pair(output: Tensor, input: Tensor, whole: str, size: int) -> None:
     """Refuses the tensors of a reduce-scatter or an all-gather if they do not fit together.
 

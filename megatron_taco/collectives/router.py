@@ -1,16 +1,18 @@
 """Sends each collective of a known role compressed or plain, and counts it.
 
 The one place where a call meets the run's settings: whether its role is on, whether it is large
-enough, and whether ``start_step`` has come.  The answer depends on settings, sizes and the step
-alone, so all ranks of a group give the same one.
+enough, whether ``start_step`` has come, and what the policy says.  The answer depends on settings,
+sizes and the step alone, so all ranks of a group give the same one.
+
+What depends on a call's role, collective and size alone is worked out once and looked up after
+that: a call that goes plain costs a few microseconds and no work on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +20,11 @@ from torch.distributed import ProcessGroup
 
 from megatron_taco.collectives.all_gather import all_gather
 from megatron_taco.collectives.all_reduce import all_reduce, choose_algorithm
+from megatron_taco.collectives.launch import OnPayload
+from megatron_taco.collectives.nodes import NodeGroups, Topology
+from megatron_taco.collectives.policy import Policy
 from megatron_taco.collectives.reduce_scatter import reduce_scatter
-from megatron_taco.collectives.traffic import traffic
+from megatron_taco.collectives.traffic import Traffic, traffic
 from megatron_taco.compressors import Compressor
 
 Plain = Callable[[], Any]
@@ -30,6 +35,7 @@ class FlowCounter(Protocol):
 
     seen: int
     small: int
+    by_policy: int
     compressed: int
     raw: int
     wire: int
@@ -42,19 +48,52 @@ class FlowCounter(Protocol):
         """Add one sample of the codec's error."""
 
 
+class Message(NamedTuple):
+    """What decides about a call: its role and collective, the whole plain tensor, the group."""
+
+    role: str
+    collective: str
+    numel: int
+    itemsize: int
+    group: ProcessGroup
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole plain tensor in bytes."""
+        return self.numel * self.itemsize
+
+
+class _Plan(NamedTuple):
+    """What is the same in all calls of one kind of message."""
+
+    counter: FlowCounter
+    nbytes: int
+    on: bool
+    small: bool
+    by_policy: bool
+    traffic: Traffic
+
+
+_STEPPING: Final = frozenset({"step", "sampling"})
+"""Attributes that no plan depends on."""
+
+
 @dataclass(kw_only=True)
 class Router:
     """Routes the collectives of one parallel axis.
 
     Attributes:
         compressor: encodes every compressed message.
-        algorithm: ``auto``, ``one_shot`` or ``two_shot``, for all-reduce.
+        algorithm: ``auto``, ``one_shot``, ``two_shot`` or ``hierarchical``, for all-reduce.
         roles: the roles that are on; all others go plain.
         min_bytes: messages below this size in bytes go plain.
         start_step: first step, counted from 0, that is compressed.
+        counter: gives the counter of a role's collective, always the same one.
+        policy: decides which of the messages that are on and large enough go compressed; without
+            one all do.
         step: the step that runs now; the training loop sets it.
         sampling: whether errors are sampled in this step.
-        counter: gives the counter of a role's collective.
+        topology: knows how the ranks of a group lie on nodes.
     """
 
     compressor: Compressor
@@ -63,106 +102,165 @@ class Router:
     min_bytes: int
     start_step: int
     counter: Callable[[str, str], FlowCounter]
+    policy: Policy | None = None
     step: int = 0
     sampling: bool = False
+    topology: Topology = field(default_factory=Topology)
+    _plans: dict[Message, _Plan] = field(default_factory=dict, init=False, repr=False)
 
-    def _plan(self, role: str, collective: str, tensor: Tensor) -> tuple[FlowCounter, bool]:
-        """Count the call; tell whether it goes compressed."""
-        count = self.counter(role, collective)
-        size = tensor.numel() * tensor.element_size()
-        count.seen += 1
-        count.largest = max(count.largest, size)
-        if role not in self.roles or self.step < self.start_step:
-            return count, False
-        if size < self.min_bytes:
-            count.small += 1
-            return count, False
-        count.compressed += 1
-        return count, True
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name not in _STEPPING and name != "_plans":
+            object.__setattr__(self, "_plans", {})
 
-    def _account(
-        self,
-        count: FlowCounter,
-        collective: str,
-        tensor: Tensor,
-        group: ProcessGroup,
-        compressed: bool,
-    ) -> None:
-        world = group.size()
-        sent = traffic(
-            collective,
-            choose_algorithm(world, self.algorithm),
-            tensor.numel(),
-            tensor.element_size(),
-            world,
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The kinds of messages seen since the settings last changed."""
+        return tuple(self._plans)
+
+    def nodes(self, group: ProcessGroup) -> NodeGroups | None:
+        """The sub-groups of a group that spans nodes, for all-reduce; its first use is collective.
+
+        Raises:
+            ValueError: ``hierarchical`` is asked for and does not fit the group.
+        """
+        if self.algorithm == "hierarchical":
+            return self.topology.require(group)
+        return self.topology.of(group) if self.algorithm == "auto" else None
+
+    def traffic(self, message: Message, *, compressed: bool = True) -> Traffic:
+        """Bytes that this rank sends for a message; ``wire`` counts only if it goes compressed."""
+        size, algorithm, nodes = message.group.size(), "one_shot", 1
+        if compressed and message.collective == "all_reduce":
+            groups = self.nodes(message.group)
+            nodes = 1 if groups is None else groups.count
+            algorithm = choose_algorithm(size, self.algorithm, nodes=nodes)
+        return traffic(
+            message.collective,
+            algorithm,
+            message.numel,
+            message.itemsize,
+            size,
             self.compressor.payload_bytes,
             block=self.compressor.block,
+            nodes=nodes,
         )
-        count.raw += sent.raw
-        count.wire += sent.wire if compressed else sent.raw
 
-    def _observer(self, count: FlowCounter) -> Callable[[Tensor, int], None]:
+    def _make_plan(self, message: Message) -> _Plan:
+        role, collective, nbytes = message.role, message.collective, message.nbytes
+        on = role in self.roles
+        small = nbytes < self.min_bytes
+        by_policy = self.policy is not None and not self.policy.compresses(role, collective, nbytes)
+        return _Plan(
+            counter=self.counter(role, collective),
+            nbytes=nbytes,
+            on=on,
+            small=small,
+            by_policy=by_policy,
+            traffic=self.traffic(message, compressed=on and not small and not by_policy),
+        )
+
+    def _route(
+        self,
+        role: str,
+        collective: str,
+        output: Tensor,
+        input: Tensor,
+        group: ProcessGroup,
+        async_op: bool,
+        plain: Plain,
+    ) -> Any:
+        """Count a call, then send it one way or the other."""
+        whole = output if collective == "all_gather" else input
+        message = Message(role, collective, whole.numel(), whole.element_size(), group)
+        plan = self._plans.get(message)
+        if plan is None:
+            plan = self._plans[message] = self._make_plan(message)
+        count = plan.counter
+        count.seen += 1
+        count.raw += plan.traffic.raw
+        count.largest = max(count.largest, plan.nbytes)
+        on = plan.on and self.step >= self.start_step
+        if not on or plan.small or plan.by_policy:
+            count.wire += plan.traffic.raw
+            if on:
+                count.small += plan.small
+                count.by_policy += plan.by_policy and not plan.small
+            return plain()
+        count.wire += plan.traffic.wire
+        count.compressed += 1
+        if self.sampling:
+            self.sample(count, input)
+        return self.send(collective, output, input, group, async_op, self._observer(count))
+
+    def _observer(self, count: FlowCounter) -> OnPayload:
         def on_payload(payloads: Tensor, numel: int) -> None:
             count.add_nonfinite(self.compressor.nonfinite_blocks(payloads, numel))
 
         return on_payload
 
     @torch.no_grad()
-    def _sample(self, count: FlowCounter, tensor: Tensor) -> None:
-        if self.sampling:
-            exact = tensor.detach().reshape(-1)
-            payload = self.compressor.encode(exact)
-            decoded = self.compressor.decode(payload, exact.shape, torch.float32)
-            count.add_error(exact.float(), decoded)
+    def sample(self, count: FlowCounter, tensor: Tensor) -> None:
+        """Add the codec's error on what this rank sends to a counter."""
+        exact = tensor.detach().reshape(-1)
+        payload = self.compressor.encode(exact)
+        decoded = self.compressor.decode(payload, exact.shape, torch.float32)
+        count.add_error(exact.float(), decoded)
 
-    def _route(
+    def send(
         self,
-        role: str,
         collective: str,
-        whole: Tensor,
-        sent: Tensor,
+        output: Tensor,
+        input: Tensor,
         group: ProcessGroup,
-        plain: Plain,
-        compressed: Callable[[Callable[[Tensor, int], None]], Any],
+        async_op: bool,
+        on_payload: OnPayload | None,
     ) -> Any:
-        """Count a call, then send it one way or the other.
+        """Run a collective compressed, whatever its size, and count nothing.
 
         Args:
-            role: its role.
-            collective: its name.
-            whole: the whole tensor, whose size counts.
-            sent: what this rank encodes.
+            collective: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
+            output: its output; for an all-reduce the tensor itself.
+            input: its input; not read for an all-reduce.
             group: the process group.
-            plain: sends it plain.
-            compressed: sends it compressed, given the observer of its payloads.
+            async_op: whether to return a handle before it is done.
+            on_payload: sees the payloads that this rank encoded.
         """
-        count, compresses = self._plan(role, collective, whole)
-        self._account(count, collective, whole, group, compresses)
-        if not compresses:
-            return plain()
-        self._sample(count, sent)
-        return compressed(self._observer(count))
+        if collective == "all_reduce":
+            return all_reduce(
+                output,
+                group=group,
+                compressor=self.compressor,
+                algorithm=self.algorithm,
+                nodes=self.nodes(group),
+                async_op=async_op,
+                on_payload=on_payload,
+            )
+        run = all_gather if collective == "all_gather" else reduce_scatter
+        return run(
+            output,
+            input,
+            group=group,
+            compressor=self.compressor,
+            async_op=async_op,
+            on_payload=on_payload,
+        )
+
+    def send_checked(
+        self, collective: str, output: Tensor, input: Tensor, group: ProcessGroup
+    ) -> None:
+        """Run a collective as a compressed call does, its check for NaN too; count nothing."""
+
+        def on_payload(payloads: Tensor, numel: int) -> None:
+            self.compressor.nonfinite_blocks(payloads, numel)
+
+        self.send(collective, output, input, group, False, on_payload)
 
     def all_reduce(
         self, role: str, tensor: Tensor, group: ProcessGroup, async_op: bool, plain: Plain
     ) -> Any:
         """Sum ``tensor`` over ``group`` in place; see :func:`collectives.all_reduce`."""
-        return self._route(
-            role,
-            "all_reduce",
-            tensor,
-            tensor,
-            group,
-            plain,
-            lambda observer: all_reduce(
-                tensor,
-                group=group,
-                compressor=self.compressor,
-                algorithm=self.algorithm,
-                async_op=async_op,
-                on_payload=observer,
-            ),
-        )
+        return self._route(role, "all_reduce", tensor, tensor, group, async_op, plain)
 
     def reduce_scatter(
         self,
@@ -174,8 +272,7 @@ class Router:
         plain: Plain,
     ) -> Any:
         """Sum ``input`` over ``group`` and keep this rank's slice in ``output``."""
-        send = partial(self._send, reduce_scatter, output, input, group, async_op)
-        return self._route(role, "reduce_scatter", input, input, group, plain, send)
+        return self._route(role, "reduce_scatter", output, input, group, async_op, plain)
 
     def all_gather(
         self,
@@ -187,23 +284,4 @@ class Router:
         plain: Plain,
     ) -> Any:
         """Gather every rank's ``input`` into ``output``; its own slice is the decoded one."""
-        send = partial(self._send, all_gather, output, input, group, async_op)
-        return self._route(role, "all_gather", output, input, group, plain, send)
-
-    def _send(
-        self,
-        collective: Callable[..., Any],
-        output: Tensor,
-        input: Tensor,
-        group: ProcessGroup,
-        async_op: bool,
-        observer: Callable[[Tensor, int], None],
-    ) -> Any:
-        return collective(
-            output,
-            input,
-            group=group,
-            compressor=self.compressor,
-            async_op=async_op,
-            on_payload=observer,
-        )
+        return self._route(role, "all_gather", output, input, group, async_op, plain)

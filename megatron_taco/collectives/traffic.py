@@ -13,10 +13,12 @@ class Traffic:
     Attributes:
         raw: What a ring would send for the plain tensor, whatever the backend really does.
         wire: What the compressed collective sends.
+        inter_node: What of ``wire`` goes to other nodes, where the group is known to span some.
     """
 
     raw: int
     wire: int
+    inter_node: int = 0
 
 
 def slice_elements(numel: int, world_size: int, block: int) -> int:
@@ -43,41 +45,52 @@ def traffic(
     payload_bytes: Callable[[int], int],
     *,
     block: int,
+    nodes: int = 1,
 ) -> Traffic:
     """Returns what this rank sends; it is the same on all ranks.
 
     Args:
         op: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
-        algorithm: ``one_shot`` or ``two_shot``; read for ``all_reduce`` only.
+        algorithm: ``one_shot``, ``two_shot`` or ``hierarchical``; read for ``all_reduce`` only.
         numel: Elements of the whole tensor: of the input of a reduce-scatter, of the output of
             an all-gather.
         itemsize: Bytes of an element.
         world_size: Number of ranks of the group, P.
         payload_bytes: Bytes that the compressor makes of so many elements.
         block: The compressor's block, in elements.
+        nodes: Nodes of equally many ranks that the group spans.
 
     Returns:
         The bytes. ``raw`` is 2(P-1)/P of the tensor for an all-reduce (rounded up to a byte) and
         P-1 slices for the others.
 
     Raises:
-        ValueError: ``op`` or ``algorithm`` is unknown, or the tensor has no P equal slices.
+        ValueError: ``op`` or ``algorithm`` is unknown, or the tensor has no P equal slices, or the
+            group no ``nodes`` equal nodes.
     """
+    if world_size % nodes:
+        raise ValueError(f"a group of {world_size} has not {nodes} equal nodes")
     others = world_size - 1
+    local = world_size // nodes
+    away = world_size - local
     if op == "all_reduce":
         raw = -(-2 * others * numel * itemsize // world_size)
         if world_size == 1 or numel == 0:
             return Traffic(raw, 0)
         if algorithm == "one_shot":
-            return Traffic(raw, others * payload_bytes(numel))
+            payload = payload_bytes(numel)
+            return Traffic(raw, others * payload, away * payload)
+        payload = payload_bytes(slice_elements(numel, world_size, block))
         if algorithm == "two_shot":
-            width = slice_elements(numel, world_size, block)
-            return Traffic(raw, 2 * others * payload_bytes(width))
-        raise ValueError(f"algorithm: got {algorithm!r}, allowed: one_shot, two_shot")
+            return Traffic(raw, 2 * others * payload, 2 * away * payload)
+        if algorithm == "hierarchical":
+            across = 2 * (nodes - 1) * payload
+            return Traffic(raw, 2 * (local - 1) * nodes * payload + across, across)
+        raise ValueError(f"algorithm: got {algorithm!r}, allowed: one_shot, two_shot, hierarchical")
     if op not in ("reduce_scatter", "all_gather"):
         raise ValueError(f"op: got {op!r}, allowed: all_reduce, reduce_scatter, all_gather")
     if numel % world_size:
         raise ValueError(f"{op} of {numel} elements: not {world_size} equal slices")
     width = numel // world_size
-    wire = others * payload_bytes(width) if width else 0
-    return Traffic(others * width * itemsize, wire)
+    payload = payload_bytes(width) if width else 0
+    return Traffic(others * width * itemsize, others * payload, away * payload)

@@ -1,45 +1,59 @@
-"""The two messages that every compressed collective is made of, both of ``uint8``."""
+"""The two messages that every compressed collective is made of, both of ``uint8``.
+
+The buffers are the caller's, so that a collective needs two of them at most.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def exchange(payloads: Tensor, group: ProcessGroup, async_op: bool) -> tuple[Tensor, Any]:
+def exchange(received: Tensor, payloads: Tensor, group: ProcessGroup, async_op: bool) -> Any:
     """All-to-all: sends row ``r`` to rank ``r`` of the group.
 
     Args:
-        payloads: ``uint8 [P, b]``, contiguous.
+        received: ``uint8 [P, ...]``, contiguous; row ``r`` comes from rank ``r``.
+        payloads: The same shape, contiguous.
         group: The group, of P ranks.
         async_op: Whether to return before it is done.
 
     Returns:
-        ``uint8 [P, b]``, row ``r`` from rank ``r``, and torch's handle (None if not async).
+        torch's handle (None if not async).
     """
-    received = torch.empty_like(payloads)
-    handle = dist.all_to_all_single(
+    return dist.all_to_all_single(
         received.view(-1), payloads.view(-1), group=group, async_op=async_op
     )
-    return received, handle
 
 
-def gather(payload: Tensor, group: ProcessGroup, async_op: bool) -> tuple[Tensor, Any]:
-    """All-gather: sends ``payload`` to every rank of the group.
+def gather(rows: Tensor, group: ProcessGroup, async_op: bool) -> Any:
+    """All-gather in place: this rank's row goes to all others, and theirs come here.
+
+    Two ranks swap their rows by a send and a receive: over sockets NCCL's all-gather took 1.5
+    times as long (docs/decisions.md).
 
     Args:
-        payload: ``uint8 [b]``, contiguous.
+        rows: ``uint8 [P, ...]``, contiguous; row ``r`` is that of rank ``r``.
         group: The group, of P ranks.
         async_op: Whether to return before it is done.
 
     Returns:
-        ``uint8 [P, b]``, row ``r`` from rank ``r``, and torch's handle (None if not async).
+        torch's handle (None if not async).
     """
-    size = group.size()
-    gathered = payload.new_empty(size * payload.numel())
-    handle = dist.all_gather_into_tensor(gathered, payload, group=group, async_op=async_op)
-    return gathered.view(size, payload.numel()), handle
+    rank = group.rank()
+    mine = rows[rank].view(-1)
+    if group.size() != 2:
+        return dist.all_gather_into_tensor(rows.view(-1), mine, group=group, async_op=async_op)
+    splits = [0, 0]
+    splits[1 - rank] = mine.numel()
+    return dist.all_to_all_single(
+        rows[1 - rank].view(-1),
+        mine,
+        output_split_sizes=splits,
+        input_split_sizes=splits,
+        group=group,
+        async_op=async_op,
+    )

@@ -29,13 +29,16 @@ class TensorParallel(Section):
     """How the all-reduces, reduce-scatters and all-gathers of tensor parallelism travel.
 
     Attributes:
-        mode: `on` compresses, `off` leaves Megatron untouched.
+        mode: `on` compresses, `off` leaves Megatron untouched, `auto` measures before the first
+            step where compression is faster.
         compressor: The method.
         format: Code of one element.
         block: Consecutive elements that share a scale and are rotated together.
         rotation: Orthonormal Hadamard transform of each block before rounding, or none.
         scales: `dual` sends the two FP32 scales of the paper, `merged_*` their quotient.
-        algorithm: `one_shot` has one lossy step, `two_shot` sends less at more than two ranks.
+        algorithm: Of the all-reduce: `one_shot` has one lossy step, `two_shot` sends less at more
+            than two ranks, `hierarchical` sends least between nodes, for groups that span several
+            with two ranks or more each.
         forward: Compress activations.
         backward: Compress the gradients of activations.
         embedding: Also compress the input embedding's traffic.
@@ -46,13 +49,13 @@ class TensorParallel(Section):
             a floating-point format.
     """
 
-    mode: Literal["off", "on"] = "off"
+    mode: Literal["off", "on", "auto"] = "off"
     compressor: Literal["taco"] = "taco"
     format: Literal["e4m3", "e5m2", "int8", "int6", "int4"] = "e4m3"
     block: Annotated[int, BeforeValidator(_block)] = 256
     rotation: Literal["hadamard", "none"] = "hadamard"
     scales: Literal["dual", "merged_fp32", "merged_bf16"] = "dual"
-    algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
+    algorithm: Literal["auto", "one_shot", "two_shot", "hierarchical"] = "auto"
     forward: bool = True
     backward: bool = True
     embedding: bool = False
@@ -88,6 +91,6 @@ class TensorParallel(Section):
         if self.enabled and not (self.forward or self.backward):
             yield (
                 "mode",
-                "'on' with forward: false and backward: false compresses nothing; "
+                f"{self.mode!r} with forward: false and backward: false compresses nothing; "
                 "set one of them to true, or mode: off",
             )

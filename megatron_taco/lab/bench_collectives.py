@@ -26,7 +26,8 @@ from megatron_taco.lab.sizes import parse_sizes
 
 FORMATS: Final = ("e4m3", "e5m2", "int8", "int6", "int4")
 OPERATIONS: Final = ("all_reduce", "reduce_scatter", "all_gather")
-ALGORITHMS: Final = ("one_shot", "two_shot")
+ALGORITHMS: Final = ("one_shot", "two_shot", "hierarchical")
+ROTATIONS: Final = ("hadamard", "none")
 SCALES: Final = ("dual", "merged_fp32", "merged_bf16")
 
 
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, allowed, default in (
         ("formats", FORMATS, "e4m3,int8,int6,int4"),
         ("operations", OPERATIONS, ",".join(OPERATIONS)),
-        ("algorithms", ALGORITHMS, ",".join(ALGORITHMS)),
+        ("scales", SCALES, "dual"),
     ):
         what.add_argument(
             f"--{name}",
@@ -51,8 +52,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="LIST",
             help=f"of {', '.join(allowed)} (default: {default})",
         )
+    what.add_argument(
+        "--rotation",
+        type=_words(ROTATIONS),
+        default=",".join(ROTATIONS),
+        metavar="LIST",
+        help=f"of {', '.join(ROTATIONS)}; if both, integer formats are rotated only (default: "
+        "both: block-scaled FP8 without rotation is the usual alternative)",
+    )
+    what.add_argument(
+        "--algorithms",
+        type=_words(ALGORITHMS),
+        metavar="LIST",
+        help=f"of {', '.join(ALGORITHMS)} (default: all that the ranks' nodes allow)",
+    )
+    what.add_argument(
+        "--chunks", type=count, metavar="N", help="of each message (default: by its size)"
+    )
     what.add_argument("--block", type=count, default=256, choices=(32, 64, 128, 256, 512))
-    what.add_argument("--scales", default="dual", choices=SCALES)
     what.add_argument("--repeats", type=count, default=5, metavar="N", help="default: 5")
     what.add_argument(
         "--silence",
@@ -90,9 +107,12 @@ def _start(args: argparse.Namespace) -> int:
     from megatron_taco.lab.places import loopback_places
 
     command = [sys.executable, "-m", "megatron_taco.cli", "bench", "collectives"]
-    for name in ("formats", "operations", "algorithms"):
-        command += [f"--{name}", ",".join(getattr(args, name))]
-    command += ["--block", str(args.block), "--scales", args.scales]
+    for name in ("formats", "operations", "scales", "rotation", "algorithms"):
+        if getattr(args, name) is not None:
+            command += [f"--{name}", ",".join(getattr(args, name))]
+    command += ["--block", str(args.block)]
+    if args.chunks is not None:
+        command += ["--chunks", str(args.chunks)]
     command += ["--repeats", str(args.repeats), "--silence", f"{args.silence}us"]
     if args.sizes is not None:
         command += ["--sizes", ",".join(map(str, args.sizes))]

@@ -5,17 +5,25 @@ BF16, N elements in the whole tensor. All ranks make the same cases in the same 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_taco.collectives import all_gather, all_reduce, reduce_scatter, traffic
+from megatron_taco.collectives import (
+    NodeGroups,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    traffic,
+)
 from megatron_taco.collectives.traffic import Traffic
-from megatron_taco.compressors import Compressor, build
+from megatron_taco.compressors import Compressor, Taco
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +49,10 @@ class Case:
         operation: ``all_reduce``, ``reduce_scatter`` or ``all_gather``.
         size: Bytes of the whole tensor.
         format: The code format.
-        algorithm: ``one_shot`` or ``two_shot`` for an all-reduce; ``-`` for the others.
+        rotation: ``hadamard`` or ``none``.
+        scales: How scales are sent.
+        algorithm: ``one_shot``, ``two_shot`` or ``hierarchical`` for an all-reduce; ``-`` for the
+            others.
         traffic: Bytes that each rank sends.
         plain: The backend's call.
         ours: The compressed call.
@@ -50,10 +61,28 @@ class Case:
     operation: str
     size: int
     format: str
+    rotation: str
+    scales: str
     algorithm: str
     traffic: Traffic
     plain: Call
     ours: Call
+
+
+def compressors(
+    formats: Sequence[str], rotations: Sequence[str], scales: Sequence[str], block: int
+) -> list[Taco]:
+    """Returns the compressors to compare: all combinations but one kind.
+
+    Beside the rotated formats only the floating-point ones are made without rotation: that is the
+    usual alternative, block-scaled FP8.
+    """
+    found = []
+    for form, rotation, kept in itertools.product(formats, rotations, scales):
+        if rotation == "none" and "hadamard" in rotations and not form.startswith("e"):
+            continue
+        found.append(Taco(format=form, block=block, rotation=rotation, scales=kept))
+    return found
 
 
 def cases(
@@ -62,10 +91,10 @@ def cases(
     *,
     sizes: Sequence[int],
     operations: Sequence[str],
-    formats: Sequence[str],
+    compressors: Sequence[Taco],
     algorithms: Sequence[str],
-    block: int,
-    scales: str,
+    nodes: NodeGroups | None,
+    chunks: int | None,
 ) -> Iterator[Case]:
     """Yields the cases, sizes outermost; tensors of a size go when the next size comes.
 
@@ -74,10 +103,10 @@ def cases(
         device: Of the tensors.
         sizes: Bytes of the whole tensor; rounded down to P elements, at least P.
         operations: Which of ``all_reduce``, ``reduce_scatter``, ``all_gather``.
-        formats: Code formats.
+        compressors: What encodes.
         algorithms: For all-reduce.
-        block: Elements that share a scale.
-        scales: How scales are sent.
+        nodes: The sub-groups that ``hierarchical`` needs.
+        chunks: Of each message; None for the default.
     """
     ranks = group.size()
     generator = torch.Generator(device).manual_seed(1000 + group.rank())
@@ -88,13 +117,14 @@ def cases(
         del whole
         for operation in operations:
             plain = _plain(operation, source, group)
-            for name in formats:
-                compressor = build("taco", format=name, block=block, scales=scales)
+            for compressor in compressors:
                 for algorithm in algorithms if operation == "all_reduce" else ("-",):
                     yield Case(
                         operation=operation,
                         size=2 * numel,
-                        format=name,
+                        format=compressor.format,
+                        rotation=compressor.rotation,
+                        scales=compressor.scales,
                         algorithm=algorithm,
                         traffic=traffic(
                             operation,
@@ -103,10 +133,11 @@ def cases(
                             2,
                             ranks,
                             compressor.payload_bytes,
-                            block=block,
+                            block=compressor.block,
+                            nodes=1 if nodes is None else nodes.count,
                         ),
                         plain=plain,
-                        ours=_ours(operation, source, group, compressor, algorithm),
+                        ours=_ours(operation, source, group, compressor, algorithm, nodes, chunks),
                     )
 
 
@@ -142,15 +173,20 @@ def _plain(operation: str, source: Tensor, group: ProcessGroup) -> Call:
 
 
 def _ours(
-    operation: str, source: Tensor, group: ProcessGroup, compressor: Compressor, algorithm: str
+    operation: str,
+    source: Tensor,
+    group: ProcessGroup,
+    compressor: Compressor,
+    algorithm: str,
+    nodes: NodeGroups | None,
+    chunks: int | None,
 ) -> Call:
+    common: dict[str, Any] = {"group": group, "compressor": compressor, "chunks": chunks}
     runs: dict[str, Callable[[Tensor, Tensor], object]] = {
         "all_reduce": lambda _, given: all_reduce(
-            given, group=group, compressor=compressor, algorithm=algorithm
+            given, algorithm=algorithm, nodes=nodes, **common
         ),
-        "reduce_scatter": lambda out, given: reduce_scatter(
-            out, given, group=group, compressor=compressor
-        ),
-        "all_gather": lambda out, given: all_gather(out, given, group=group, compressor=compressor),
+        "reduce_scatter": lambda out, given: reduce_scatter(out, given, **common),
+        "all_gather": lambda out, given: all_gather(out, given, **common),
     }
     return _call(operation, source, group, runs[operation])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from dataclasses import asdict, dataclass
@@ -13,13 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_taco.collectives import NodeGroups, Topology
 from megatron_taco.lab import link_check
-from megatron_taco.lab.collective_cases import Case, cases
-from megatron_taco.lab.link import RankLink
+from megatron_taco.lab.collective_cases import Case, cases, compressors
+from megatron_taco.lab.link import LabError, RankLink
 from megatron_taco.lab.timing import Timer, process_group
 
 _GPU_SIZES = [1 << 20, 16 << 20, 128 << 20]
 _CPU_SIZES = [1 << 20, 4 << 20]
+_ALGORITHMS = ("one_shot", "two_shot")
 _CHECK_BURSTS = 128
 """Bursts that the link check's message has at least, so that one burst does not fail it."""
 _BURST_SHARE = 0.02
@@ -33,23 +36,32 @@ class Row:
         operation: The collective.
         size: Bytes of the whole tensor.
         format: The code format.
+        rotation: ``hadamard`` or ``none``.
+        scales: How scales are sent.
         algorithm: For an all-reduce.
         raw: Bytes a rank sends plain.
         wire: Bytes a rank sends compressed.
+        inter_node: What of ``wire`` goes to other nodes, where the group spans some.
         plain_s: Of the backend's call.
         ours_s: Of the compressed call, each just after the plain one at the same place.
         error: Relative RMS difference of our result from the backend's.
+        extra: Bytes of device memory that our call needed on this rank beside its tensors, at
+            most; None on CPUs.
     """
 
     operation: str
     size: int
     format: str
+    rotation: str
+    scales: str
     algorithm: str
     raw: int
     wire: int
+    inter_node: int
     plain_s: list[float]
     ours_s: list[float]
     error: float
+    extra: int | None
 
     @property
     def ratios(self) -> list[float]:
@@ -77,6 +89,7 @@ def measure(args: argparse.Namespace) -> int:
         if place is not None:
             size = max(*sizes, _CHECK_BURSTS * place.link.burst)
             checks = link_check.measure(group, device, place, [size], repeats=2)
+        nodes = _nodes(args, group)
         rows = [
             _measure_case(case, Timer(group, device, args.silence / 1e6), args.repeats)
             for case in cases(
@@ -84,10 +97,11 @@ def measure(args: argparse.Namespace) -> int:
                 device,
                 sizes=sizes,
                 operations=args.operations,
-                formats=args.formats,
-                algorithms=args.algorithms,
-                block=args.block,
-                scales=args.scales,
+                compressors=compressors(args.formats, args.rotation, args.scales, args.block),
+                algorithms=args.algorithms
+                or (_ALGORITHMS if nodes is None else (*_ALGORITHMS, "hierarchical")),
+                nodes=nodes,
+                chunks=args.chunks,
             )
         ]
         usable = all(check.honest for check in checks)
@@ -103,15 +117,34 @@ def measure(args: argparse.Namespace) -> int:
     return 1 if rank == 0 and not usable else 0
 
 
+def _nodes(args: argparse.Namespace, group: ProcessGroup) -> NodeGroups | None:
+    """The sub-groups of a group that spans nodes.
+
+    Raises:
+        LabError: ``hierarchical`` is asked for and it does not.
+    """
+    topology = Topology()
+    if "hierarchical" not in (args.algorithms or ()):
+        return topology.of(group)
+    try:
+        return topology.require(group)
+    except ValueError as error:
+        raise LabError(f"--algorithms: {error}") from None
+
+
 def _measure_case(case: Case, timer: Timer, repeats: int) -> Row:
     """Times plain, ours, plain, ours, ...; the first pair warms up."""
     seconds: tuple[list[float], list[float]] = ([], [])
+    extra = None
     for repeat in range(repeats + 1):
         for call, times in zip((case.plain, case.ours), seconds, strict=True):
             call.prepare()
+            before = _memory(call.result)
             elapsed = timer.time(call.run)
             if repeat:
                 times.append(elapsed)
+            elif before is not None:
+                extra = torch.cuda.max_memory_allocated() - before  # at last of ours
     # The results are those of the last pair; all pairs have the same inputs.
     exact = case.plain.result.float()
     sums = torch.stack([(case.ours.result.float() - exact).square().sum(), exact.square().sum()])
@@ -121,13 +154,26 @@ def _measure_case(case: Case, timer: Timer, repeats: int) -> Row:
         operation=case.operation,
         size=case.size,
         format=case.format,
+        rotation=case.rotation,
+        scales=case.scales,
         algorithm=case.algorithm,
         raw=case.traffic.raw,
         wire=case.traffic.wire,
+        inter_node=case.traffic.inter_node,
         plain_s=slowest[:repeats],
         ours_s=slowest[repeats:],
         error=(difference / whole) ** 0.5,
+        extra=extra,
     )
+
+
+def _memory(result: torch.Tensor) -> int | None:
+    """Bytes of device memory in use now, from where the peak is counted anew; None on CPUs."""
+    if not result.is_cuda:
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def _about(args: argparse.Namespace, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
@@ -144,7 +190,8 @@ def _about(args: argparse.Namespace, group: ProcessGroup, device: torch.device) 
         "cuda": found["cuda"],
         "versions": found["versions"],
         "block": args.block,
-        "scales": args.scales,
+        "chunks": args.chunks,
+        "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
         "repeats": args.repeats,
         "silence_s": args.silence / 1e6,
     }
@@ -179,19 +226,20 @@ def _show(rows: list[Row], about: dict[str, Any], place: RankLink | None, usable
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
     where = "all ranks on one GPU, " if place and place.shared_gpu else ""
     console.print(
         f"{about['ranks']} ranks, {about['backend']}, {about['device']}, {where}"
         f"{place.link if place else 'the links that are there'}; torch "
-        f"{about['versions']['torch']}, BF16, block {about['block']}, scales {about['scales']}; "
+        f"{about['versions']['torch']}, BF16, block {about['block']}, "
+        f"{'default' if about['chunks'] is None else about['chunks']} chunks; "
         f"medians of {about['repeats']} pairs plain, ours, each after "
         f"{about['silence_s'] * 1e3:.0f} ms of silence; least-most in brackets"
     )
     table = Table(title=None if usable else "UNUSABLE: the link is faster than it says")
-    for name in ("operation", "format", "algorithm"):
+    for name in ("operation", "format", "scales", "algorithm"):
         table.add_column(name, no_wrap=True)
-    for name in ("MiB", "plain ms", "ours ms", "plain / ours", "raw / wire", "error"):
+    for name in ("MiB", "plain ms", "ours ms", "plain / ours", "raw / wire", "error", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     flattered = False
     for row in rows:
@@ -199,7 +247,8 @@ def _show(rows: list[Row], about: dict[str, Any], place: RankLink | None, usable
         flattered |= mark
         table.add_row(
             row.operation,
-            row.format,
+            row.format if row.rotation == "hadamard" else f"{row.format} unrotated",
+            row.scales,
             row.algorithm,
             f"{row.size / 2**20:.4g}{'*' if mark else ''}",
             _spread([1e3 * seconds for seconds in row.plain_s]),
@@ -207,8 +256,11 @@ def _show(rows: list[Row], about: dict[str, Any], place: RankLink | None, usable
             _spread(row.ratios),
             f"{row.raw / row.wire:.2f}" if row.wire else "-",
             f"{row.error:.2%}",
+            "-" if row.extra is None else f"{row.extra / row.size:.2f}",
         )
     console.print(table)
+    if any(row.extra is not None for row in rows):
+        console.print("memory: what the call allocates at most, in sizes of the whole tensor")
     if flattered:
         console.print(
             f"* the link's bucket is more than {_BURST_SHARE:.0%} of what a rank sends compressed: "

@@ -11,6 +11,7 @@ from megatron_taco.config import Config
 from megatron_taco.patching import tensor
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks
+from megatron_taco.patching.preparation import Preparation
 from megatron_taco.patching.registry import Applied, Registry
 from megatron_taco.telemetry.counters import Counters, Flow
 from megatron_taco.telemetry.reporter import Reporter
@@ -45,6 +46,7 @@ class Session:
         log_interval: steps between two reports.
         sequence_parallel: whether activations are split over the sequence.
         learned_positions: whether positions are embedded.
+        policy_file: where rank 0 keeps the policy of ``auto``, or None.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class Session:
         log_interval: int,
         sequence_parallel: bool,
         learned_positions: bool,
+        policy_file: Path | None = None,
     ) -> None:
-        compressing = config.compression.tensor_parallel.enabled
+        settings = config.compression.tensor_parallel
+        compressing = settings.enabled
         self.counters = Counters(tensor.all_flows() if compressing else [])
         self.reporter = Reporter(
             counters=self.counters,
@@ -69,18 +73,30 @@ class Session:
         self._registry: Registry | None = None
         self.router: Router | None = None
         self.check: FlowCheck | None = None
+        self._preparation: Preparation | None = None
         if compressing:
             router = tensor_parallel_router(config, self.counters)
             self.router = router
+            expected = tensor.expected_flows(
+                sequence_parallel=sequence_parallel,
+                learned_positions=learned_positions,
+                router=router,
+            )
             self.check = FlowCheck(
                 totals=self.reporter.totals,
-                expected=tensor.expected_flows(
-                    sequence_parallel=sequence_parallel,
-                    learned_positions=learned_positions,
-                    router=router,
-                ),
+                expected=expected,
                 start_step=router.start_step,
                 min_bytes=router.min_bytes,
+                plain_passes=settings.mode == "auto",
+            )
+            self._preparation = Preparation(
+                router=router,
+                settings=settings,
+                flows=expected,
+                sampling=config.telemetry.error_every > 0,
+                policy_file=policy_file,
+                say=self.reporter.say,
+                show=self.reporter.show,
             )
         self.current_step: int | None = None
         self._error_every = config.telemetry.error_every
@@ -90,15 +106,23 @@ class Session:
             self._check_model_is_known()
             if step:
                 self.reporter.resumed(step)
+            self._prepare()
         self.current_step = step + 1
         if self.router is not None:
             self.router.step = step
             self.router.sampling = bool(self._error_every) and step % self._error_every == 0
 
     def _begin_evaluation(self, done: int) -> None:
+        self._prepare()
         if self.router is not None:
             self.router.step = done
             self.router.sampling = False
+
+    def _prepare(self) -> None:
+        """Before the first step or evaluation; does nothing after that."""
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None:
+            preparation.run()
 
     def _check_model_is_known(self) -> None:
         """Without its name the output layer would be taken for a hidden layer and compressed."""

@@ -65,14 +65,14 @@ def flow_table(totals: Sequence[FlowTotal], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("role", no_wrap=True, min_width=15)
     table.add_column("collective", no_wrap=True, min_width=14)
+    table.add_column("sent")
     columns = (
         "calls",
-        "compressed",
         "raw",
         "wire",
         "wire/raw",
-        "encode error",
-        "non-finite blocks",
+        "error",
+        "non-finite",
     )
     for column in columns:
         table.add_column(column, justify="right")
@@ -81,8 +81,8 @@ def flow_table(totals: Sequence[FlowTotal], title: str) -> Table:
         table.add_row(
             total.flow.role,
             total.flow.collective,
+            total.sent,
             f"{total.seen:,}",
-            f"{total.compressed:,}",
             format_bytes(total.raw),
             format_bytes(total.wire),
             f"{total.ratio:.3f}" if total.ratio is not None else "-",
@@ -95,8 +95,8 @@ def flow_table(totals: Sequence[FlowTotal], title: str) -> Table:
         table.add_row(
             "all",
             "",
+            f"{sum(total.compressed for total in seen):,} compressed",
             f"{sum(total.seen for total in seen):,}",
-            f"{sum(total.compressed for total in seen):,}",
             format_bytes(raw),
             format_bytes(wire),
             f"{wire / raw:.3f}" if raw else "-",

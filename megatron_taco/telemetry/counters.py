@@ -33,6 +33,7 @@ class FlowCount:
     Attributes:
         seen: calls that reached the hook.
         small: of these, calls below ``min_bytes``, sent plain.
+        by_policy: of these, large enough calls that the policy sent plain.
         compressed: of these, calls that went compressed.
         raw: bytes a ring would have made this rank send for the plain tensors.
         wire: bytes this rank did send.
@@ -41,6 +42,7 @@ class FlowCount:
 
     seen: int = 0
     small: int = 0
+    by_policy: int = 0
     compressed: int = 0
     raw: int = 0
     wire: int = 0
@@ -67,7 +69,7 @@ class FlowCount:
         """All figures as numbers; reads device tensors, so call it only when reporting."""
         nonfinite = 0.0 if self._nonfinite is None else float(self._nonfinite)
         error, samples = (0.0, 0.0) if self._error is None else self._error.tolist()
-        counts = (self.seen, self.small, self.compressed, self.raw, self.wire)
+        counts = (self.seen, self.small, self.by_policy, self.compressed, self.raw, self.wire)
         return [*map(float, counts), nonfinite, error, samples, float(self.largest)]
 
 
@@ -78,6 +80,7 @@ class FlowTotal:
     flow: Flow
     seen: int
     small: int
+    by_policy: int
     compressed: int
     raw: int
     wire: int
@@ -89,6 +92,21 @@ class FlowTotal:
     def ratio(self) -> float | None:
         """Wire bytes over raw bytes, or None when nothing was sent."""
         return self.wire / self.raw if self.raw else None
+
+    @property
+    def sent(self) -> str:
+        """How the calls went: compressed, or plain and why; with their numbers if mixed."""
+        plain = self.seen - self.compressed - self.small - self.by_policy
+        kinds = {
+            "compressed": self.compressed,
+            "plain by policy": self.by_policy,
+            "plain: small": self.small,
+            "plain": plain,  # the role is off, or the step is one before start_step
+        }
+        happened = {kind: calls for kind, calls in kinds.items() if calls}
+        if len(happened) < 2:
+            return "".join(happened)
+        return ", ".join(f"{calls:,} {kind}" for kind, calls in happened.items())
 
 
 class Counters:
@@ -126,18 +144,20 @@ class Counters:
         totals = []
         for index, flow in enumerate(self.flows):
             numbers = summed[index * width : (index + 1) * width]
-            samples = numbers[7]
+            seen, small, by_policy, compressed, raw, wire, nonfinite = map(int, numbers[:7])
+            error, samples = numbers[7:9]
             totals.append(
                 FlowTotal(
                     flow=flow,
-                    seen=int(numbers[0]),
-                    small=int(numbers[1]),
-                    compressed=int(numbers[2]),
-                    raw=int(numbers[3]),
-                    wire=int(numbers[4]),
-                    nonfinite_blocks=int(numbers[5]),
-                    error=(numbers[6] / samples) ** 0.5 if samples else None,
-                    largest=int(largest[index * width + 8]),
+                    seen=seen,
+                    small=small,
+                    by_policy=by_policy,
+                    compressed=compressed,
+                    raw=raw,
+                    wire=wire,
+                    nonfinite_blocks=nonfinite,
+                    error=(error / samples) ** 0.5 if samples else None,
+                    largest=int(largest[index * width + 9]),
                 )
             )
         return totals

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 
 from megatron_taco.telemetry.console import flow_table, make_console, step_line
 from megatron_taco.telemetry.counters import Counters, FlowTotal
@@ -81,6 +82,11 @@ class Reporter:
         """Print a line from rank 0."""
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(line, file=self._stream, flush=True)
+
+    def show(self, table: Table) -> None:
+        """Print a table from rank 0."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self._console.print(table)
 
     def resumed(self, iteration: int) -> None:
         """Say, and note in the metrics, that training goes on after a checkpoint's step."""
@@ -236,10 +242,7 @@ class Reporter:
                     "flows": {str(t.flow): self._flow_record(t) for t in totals if t.seen},
                 }
             )
-            if dist.get_rank() == 0:
-                self._console.print(
-                    flow_table(
-                        totals, "What the links carried (all ranks, training and evaluation)"
-                    )
-                )
+            self.show(
+                flow_table(totals, "What the links carried (all ranks, training and evaluation)")
+            )
         return totals

@@ -230,6 +230,7 @@ class _Run:
             log_interval=args.log_interval,
             sequence_parallel=args.sequence_parallel,
             learned_positions=args.position_embedding_type == "learned_absolute",
+            policy_file=self.folder.policy,
         )
         self.session = session
         session.install(registry)

@@ -1,4 +1,4 @@
-"""The run folder: resolved configuration, environment, metrics, logs, checkpoints."""
+"""The run folder: resolved configuration, environment, policy, metrics, logs, checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_taco.data.locking import file_lock
 
-_DESCRIPTIONS = ("config.yaml", "environment.json")
+_DESCRIPTIONS = ("config.yaml", "environment.json", "policy.json")
 _RESULTS = ("metrics.jsonl", "logs", "tensorboard", "wandb")
 _PACKAGES = ("torch", "megatron-core", "triton", "transformer-engine", "numpy", "megatron-taco")
 
@@ -62,6 +62,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
+        self.policy = path / "policy.json"
         self.checkpoints = path / "checkpoints"
 
     @contextlib.contextmanager

@@ -46,6 +46,30 @@ def two_shot(xs: list[Tensor], compressor: Compressor) -> Tensor:
     return torch.cat(slices)[:numel]
 
 
+def hierarchical(xs: list[Tensor], nodes: list[list[int]], compressor: Compressor) -> Tensor:
+    """All-reduce in three lossy steps; the ranks of each node are given, in any order of nodes.
+
+    Piece ``place * M + m`` is summed by the m-th of the ranks that have that place in their nodes.
+    """
+    numel, dtype = xs[0].numel(), xs[0].dtype
+    block = compressor.block
+    width = math.ceil(math.ceil(numel / block) / len(xs)) * block
+    padded = [torch.zeros(width * len(xs), dtype=dtype) for _ in xs]
+    for whole, x in zip(padded, xs, strict=True):
+        whole[:numel] = x
+    pieces = []
+    for piece in range(len(xs)):
+        place = piece // len(nodes)
+        part = slice(piece * width, (piece + 1) * width)
+        sums = {}
+        for ranks in nodes:
+            encoded = torch.stack([compressor.encode(padded[r][part]) for r in sorted(ranks)])
+            sums[sorted(ranks)[place]] = compressor.reduce_encode(encoded, width)
+        total = torch.stack([sums[r] for r in sorted(sums)])
+        pieces.append(compressor.decode(compressor.reduce_encode(total, width), (width,), dtype))
+    return torch.cat(pieces)[:numel]
+
+
 def reduce_scatter(xs: list[Tensor], rank: int, compressor: Compressor) -> Tensor:
     """The slice of ``rank`` of the sum, in one lossy step."""
     return one_shot([x.chunk(len(xs))[rank] for x in xs], compressor)

@@ -1,14 +1,10 @@
 """How the compressed collectives are called: async, strides, views, sub-groups, bytes, errors."""
 
-from collections import Counter
-from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_taco.collectives import (
@@ -21,6 +17,7 @@ from megatron_taco.collectives import (
 )
 from megatron_taco.compressors import Taco
 from tests.distributed import oracle
+from tests.distributed.sent import counted
 from tests.ranks import RankRunner
 
 ALGORITHMS = ("one_shot", "two_shot")
@@ -192,39 +189,11 @@ def test_sub_groups(run_ranks: RankRunner) -> None:
     assert results[0][1] == results[2][1] != results[1][1] == results[3][1]
 
 
-def _refuse(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("a collective that is not one of the two wire messages")
-
-
 def _count_bytes(rank: int, size: int) -> int:
     """Compares traffic() with the bytes that torch.distributed is given to send to others."""
     group = _world()
-    sent: Counter[str] = Counter()
-    exchange, gather = dist.all_to_all_single, dist.all_gather_into_tensor
-
-    def counted_exchange(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        assert input.dtype == output.dtype == torch.uint8
-        assert input.numel() == output.numel()
-        sent["bytes"] += input.numel() - input.numel() // size
-        return exchange(output, input, *args, **kwargs)
-
-    def counted_gather(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        assert input.dtype == output.dtype == torch.uint8
-        sent["bytes"] += (size - 1) * input.numel()
-        return gather(output, input, *args, **kwargs)
-
-    others = """all_reduce all_gather all_to_all broadcast gather scatter reduce reduce_scatter
-        reduce_scatter_tensor all_gather_object broadcast_object_list send recv isend irecv
-        batch_isend_irecv barrier"""
     checked = 0
-    with ExitStack() as patches:
-        for name in others.split():
-            patches.enter_context(mock.patch.object(dist, name, _refuse))
-        for name, counted in (
-            ("all_to_all_single", counted_exchange),
-            ("all_gather_into_tensor", counted_gather),
-        ):
-            patches.enter_context(mock.patch.object(dist, name, counted))
+    with counted() as sent:
         for taco in (Taco(block=64), Taco(format="int6", block=128, scales="merged_bf16")):
             for numel in (0, 1, 63, 64, 65, 64 * size, 4099):
                 for op in ("one_shot", "two_shot", "reduce_scatter", "all_gather"):
@@ -243,7 +212,7 @@ def _count_bytes(rank: int, size: int) -> int:
                     expected = traffic(
                         name, op, total, 2, size, taco.payload_bytes, block=taco.block
                     )
-                    assert sent["bytes"] == expected.wire, f"{op} of {numel} by {taco}"
+                    assert sent[group] == expected.wire, f"{op} of {numel} by {taco}"
                     checked += 1
     return checked
 

@@ -38,7 +38,7 @@ CASES = {
     ),
     "true for on": (
         tensor_parallel("mode: true"),
-        f"{TP}.mode: true is not allowed; allowed: off, on (nearest: on)",
+        f"{TP}.mode: true is not allowed; allowed: off, on, auto (nearest: on)",
     ),
     "on for true": (
         tensor_parallel("forward: off"),
