@@ -180,6 +180,13 @@ class Boundary(nn.Module, ABC):
             return self.there.codebook.statistics(replica, replicas)
         return None
 
+    def begin_step(self) -> None:
+        """Drop what a step accumulated so far, where its passes are to be run again."""
+        if self.projector is not None:
+            self.projector.zero_gradients()
+        if isinstance(self.there, ResidualVQ):
+            self.there.codebook.discard()
+
     def end_step(
         self,
         gradient: Tensor | None = None,

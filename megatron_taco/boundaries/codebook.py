@@ -131,6 +131,11 @@ class Codebook(FixedPrecision):
             return None
         return self.learned.vector(self.step, replica, replicas)
 
+    def discard(self) -> None:
+        """Drop this step's statistics and parts."""
+        self.learned.clear()
+        self._received = []
+
     def end_step(self, reduced: Tensor | None, skipped: bool = False) -> None:
         """End the step: parts take effect, the sender learns, the warm-up may end.
 
@@ -146,7 +151,7 @@ class Codebook(FixedPrecision):
         if not skipped:
             self._take(reduced)
             self.step += 1
-        self.learned.clear()
+        self.discard()
 
     def _take(self, reduced: Tensor | None) -> None:
         if not self.sampling and (self.warming or self.counts is None):
@@ -178,7 +183,6 @@ class Codebook(FixedPrecision):
             index = torch.tensor(list(fresh), device=self.table.device)
             self._in_parts(self.table).index_copy_(2, index, torch.stack(list(fresh.values()), 2))
         self._carried += carried
-        self._received = []
 
     def _newest(self) -> Tensor:
         """Return the sender's own table as of the last step's end: sums / counts."""

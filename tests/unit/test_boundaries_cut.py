@@ -92,6 +92,27 @@ def test_cut_and_in_place_are_equal_through_steps(name, dtype):
                 assert torch.equal(parameter.grad, original), key
 
 
+def test_a_step_can_be_run_again():
+    chains = whole_and_halves(CASES["mapl-rvq"])
+    once, twice = chains[1:], whole_and_halves(CASES["mapl-rvq"])[1:]
+    for step in range(4):
+        x, ids, g = micro_batch(step, 0, torch.float32)
+        pass_cut(*map(chain_boundary, once), x, ids, g)
+        pass_cut(*map(chain_boundary, twice), -x, ids, g)
+        for chain in twice:
+            chain_boundary(chain).begin_step()
+        pass_cut(*map(chain_boundary, twice), x, ids, g)
+        for sender, receiver in (once, twice):
+            ends = chain_boundary(sender), chain_boundary(receiver)
+            parts = ends[0].gradient_parts() | ends[1].gradient_parts()
+            gradient = parts["sender"] + parts["receiver"]
+            for end in ends:
+                end.end_step(gradient, LR, end.statistics())
+    for first, second in zip(once, twice, strict=True):
+        for name, value in chain_boundary(first).shared_state().items():
+            assert torch.equal(value, chain_boundary(second).shared_state()[name])
+
+
 def test_evaluation_changes_nothing_and_agrees():
     whole, sender, receiver = chains = whole_and_halves(CASES["mapl-rvq"])
     for step in range(4):
