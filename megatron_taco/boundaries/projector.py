@@ -72,7 +72,7 @@ class Projector(FixedPrecision):
         self.register_buffer("momentum", torch.zeros_like(self.a) if learned else None)
         for end in ("sender", "receiver"):
             held = learned and ends in ("both", end)
-            zeros = torch.zeros_like(self.a) if held else None
+            zeros = torch.zeros(hidden, rank) if held else None
             self.register_buffer(f"{end}_gradient", zeros, persistent=False)
 
     def rounded(self, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from megatron_taco.config.pipeline_parallel import PipelineParallel
 from megatron_taco.config.section import Section
 from megatron_taco.config.tensor_parallel import TensorParallel
 
@@ -10,3 +11,4 @@ class Compression(Section):
     """What is compressed, by the parallel axis it belongs to."""
 
     tensor_parallel: TensorParallel = Field(default_factory=TensorParallel)
+    pipeline_parallel: PipelineParallel = Field(default_factory=PipelineParallel)

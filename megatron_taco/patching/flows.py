@@ -15,7 +15,12 @@ class FlowCheckError(RuntimeError):
 
 
 def problems(
-    totals: Iterable[FlowTotal], expected: Sequence[Flow], *, check_compressed: bool, min_bytes: int
+    totals: Iterable[FlowTotal],
+    expected: Sequence[Flow],
+    *,
+    check_compressed: bool,
+    min_bytes: int,
+    owner: str = "compression.tensor_parallel",
 ) -> list[str]:
     """What is wrong with the flows seen so far, one sentence each.
 
@@ -24,12 +29,13 @@ def problems(
         expected: flows that must have happened.
         check_compressed: whether they must have been compressed as well.
         min_bytes: the threshold in force, for the message.
+        owner: section of the configuration that the flows belong to.
     """
     by_flow = {total.flow: total for total in totals}
     found = []
     for flow in expected:
         total = by_flow.get(flow)
-        where = f"compression.tensor_parallel: role {flow.role} ({flow.collective})"
+        where = f"{owner}: role {flow.role} ({flow.collective})"
         if total is None or not total.seen:
             found.append(
                 f"{where} is on but was seen on no rank: the model does not communicate through "
@@ -41,7 +47,7 @@ def problems(
                 f"{where} was seen {total.seen:,} times and never compressed: its largest message "
                 f"is {format_bytes(total.largest)} ({total.largest} bytes), below "
                 f"min_bytes {format_bytes(min_bytes)} ({min_bytes} bytes); lower "
-                "compression.tensor_parallel.min_bytes or turn the role off"
+                f"{owner}.min_bytes or turn the role off"
             )
     return found
 
@@ -50,6 +56,7 @@ class FlowCheck:
     """Checks the flows once enough steps have run; every rank calls it alike.
 
     Args:
+        owner: section of the configuration that the flows belong to.
         totals: gives the counts over all ranks (a collective call).
         expected: flows that must happen.
         start_step: first step, counted from 0, that is compressed.
@@ -60,12 +67,14 @@ class FlowCheck:
     def __init__(
         self,
         *,
+        owner: str = "compression.tensor_parallel",
         totals: Callable[[], list[FlowTotal]],
         expected: Sequence[Flow],
         start_step: int,
         min_bytes: int,
         plain_passes: bool,
     ) -> None:
+        self._owner = owner
         self._totals = totals
         self._expected = expected
         self._start_step = start_step
@@ -100,6 +109,7 @@ class FlowCheck:
             self._expected,
             check_compressed=check_compressed and not self._plain_passes,
             min_bytes=self._min_bytes,
+            owner=self._owner,
         )
         if found:
             raise FlowCheckError("\n".join(found))

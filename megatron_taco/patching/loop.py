@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_taco.patching.flows import FlowCheck
@@ -30,7 +30,7 @@ class LoopHooks:
         reporter: gets step times, step figures and evaluation losses.
         begin_step: called with the step, counted from 0, before each training step.
         begin_evaluation: called with the steps done before each evaluation.
-        check: told about each executed step, or None when nothing is compressed.
+        checks: told about each executed step.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class LoopHooks:
         reporter: Reporter,
         begin_step: StepListener,
         begin_evaluation: StepListener,
-        check: FlowCheck | None,
+        checks: Sequence[FlowCheck],
     ) -> None:
         self._reporter = reporter
         self._begin_step = begin_step
         self._begin_evaluation = begin_evaluation
-        self._check = check
+        self._checks = tuple(checks)
         self._label = "validation"
         self._iteration = 0
 
@@ -58,8 +58,8 @@ class LoopHooks:
             start = time.perf_counter()
             result = original(*args, **kwargs)
             self._reporter.add_step_time(time.perf_counter() - start)
-            if self._check is not None:
-                self._check.step_done(step)
+            for check in self._checks:
+                check.step_done(step)
             return result
 
         return train_step

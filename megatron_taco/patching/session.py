@@ -8,9 +8,11 @@ from typing import IO
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Config
-from megatron_taco.patching import tensor
+from megatron_taco.patching import pipeline, tensor
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks
+from megatron_taco.patching.model_init import TARGET as MODEL_INIT
+from megatron_taco.patching.model_init import Listener, ModelInit
 from megatron_taco.patching.preparation import Preparation
 from megatron_taco.patching.registry import Applied, Registry
 from megatron_taco.telemetry.counters import Counters, Flow
@@ -47,6 +49,7 @@ class Session:
         sequence_parallel: whether activations are split over the sequence.
         learned_positions: whether positions are embedded.
         policy_file: where rank 0 keeps the policy of ``auto``, or None.
+        stages: pipeline-parallel size.
     """
 
     def __init__(
@@ -59,10 +62,17 @@ class Session:
         sequence_parallel: bool,
         learned_positions: bool,
         policy_file: Path | None = None,
+        stages: int = 1,
     ) -> None:
         settings = config.compression.tensor_parallel
+        boundaries = config.compression.pipeline_parallel
         compressing = settings.enabled
-        self.counters = Counters(tensor.all_flows() if compressing else [])
+        self.counters = Counters(
+            [
+                *(tensor.all_flows() if compressing else []),
+                *(pipeline.all_flows() if boundaries.enabled else []),
+            ]
+        )
         self.reporter = Reporter(
             counters=self.counters,
             stream=stream,
@@ -72,7 +82,7 @@ class Session:
         self._applied: Applied | None = None
         self._registry: Registry | None = None
         self.router: Router | None = None
-        self.check: FlowCheck | None = None
+        self.checks: list[FlowCheck] = []
         self._preparation: Preparation | None = None
         if compressing:
             router = tensor_parallel_router(config, self.counters)
@@ -82,12 +92,15 @@ class Session:
                 learned_positions=learned_positions,
                 router=router,
             )
-            self.check = FlowCheck(
-                totals=self.reporter.totals,
-                expected=expected,
-                start_step=router.start_step,
-                min_bytes=router.min_bytes,
-                plain_passes=settings.mode == "auto",
+            self.checks.append(
+                FlowCheck(
+                    owner=tensor.OWNER,
+                    totals=self.reporter.totals,
+                    expected=expected,
+                    start_step=router.start_step,
+                    min_bytes=router.min_bytes,
+                    plain_passes=settings.mode == "auto",
+                )
             )
             self._preparation = Preparation(
                 router=router,
@@ -97,6 +110,19 @@ class Session:
                 policy_file=policy_file,
                 say=self.reporter.say,
                 show=self.reporter.show,
+            )
+        self.boundaries: pipeline.PipelineHooks | None = None
+        if boundaries.enabled:
+            self.boundaries = pipeline.PipelineHooks(boundaries, self.counters)
+            self.checks.append(
+                FlowCheck(
+                    owner=pipeline.OWNER,
+                    totals=self.reporter.totals,
+                    expected=pipeline.expected_flows(boundaries, stages),
+                    start_step=0,
+                    min_bytes=0,
+                    plain_passes=True,
+                )
             )
         self.current_step: int | None = None
         self._error_every = config.telemetry.error_every
@@ -127,18 +153,28 @@ class Session:
     def _check_model_is_known(self) -> None:
         """Without its name the output layer would be taken for a hidden layer and compressed."""
         registry = self._registry
-        if self.router is not None and registry and not registry.hits.get("tensor.gpt_init"):
+        on = [tensor.OWNER] if self.router is not None else []
+        on += [pipeline.OWNER] if self.boundaries is not None else []
+        if on and registry and not registry.hits.get(MODEL_INIT):
             raise FlowCheckError(
-                "compression.tensor_parallel: no GPTModel was built after compression was "
+                f"{', '.join(on)}: no GPTModel was built after compression was "
                 "installed; install it before the model is built (only Megatron's GPTModel is "
                 "supported)"
             )
 
     def install(self, registry: Registry) -> None:
         """Claim and apply all hooks; raises a ``PatchError`` before anything is changed."""
+        listeners: list[Listener] = []
         if self.router is not None:
-            tensor.TensorParallelHooks(self.router).claim(registry)
-        LoopHooks(self.reporter, self._begin_step, self._begin_evaluation, self.check).claim(
+            hooks = tensor.TensorParallelHooks(self.router)
+            hooks.claim(registry)
+            listeners.append(hooks.model_built)
+        if self.boundaries is not None:
+            self.boundaries.claim(registry)
+            listeners.append(self.boundaries.model_built)
+        if listeners:
+            ModelInit(listeners).claim(registry)
+        LoopHooks(self.reporter, self._begin_step, self._begin_evaluation, self.checks).claim(
             registry
         )
         self._registry = registry
@@ -146,8 +182,8 @@ class Session:
 
     def finish(self) -> None:
         """After training: the checks a short run still owes, and the end table (all ranks)."""
-        if self.check is not None:
-            self.check.finish()
+        for check in self.checks:
+            check.finish()
         self.reporter.finish()
 
     def undo(self) -> None:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_taco.collectives.router import Router
+from megatron_taco.patching.overlay import Overlay
 from megatron_taco.patching.registry import Registry
 from megatron_taco.patching.scope import Kind, Pass, Scope
 from megatron_taco.telemetry.counters import Flow
@@ -99,17 +100,6 @@ def all_flows() -> list[Flow]:
     return [Flow(r, c) for r in roles for c in ("all_reduce", "reduce_scatter", "all_gather")]
 
 
-class _Overlay:
-    """A module or namespace in which some names are ours and all others are the original's."""
-
-    def __init__(self, base: Any, **names: Any) -> None:
-        self.__dict__.update(names)
-        self.__dict__["_base"] = base
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_base"], name)
-
-
 class TensorParallelHooks:
     """Claims every target of the tensor-parallel seam for one router."""
 
@@ -153,7 +143,7 @@ class TensorParallelHooks:
         """A ``torch`` whose ``distributed.all_reduce`` is routed; all else is the original's."""
         distributed = original.distributed
         routed = self._all_reduce(lambda *a, **k: distributed.all_reduce(*a, **k), hit)
-        return _Overlay(original, distributed=_Overlay(distributed, all_reduce=routed))
+        return Overlay(original, distributed=Overlay(distributed, all_reduce=routed))
 
     def _all_gather(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -241,16 +231,11 @@ class TensorParallelHooks:
         return wrap
 
     @staticmethod
-    def _gpt_init(original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            hit()
-            original(self, *args, **kwargs)
-            output_layer = getattr(self, "output_layer", None)
-            if output_layer is not None:
-                setattr(output_layer, _KIND, "output_layer")
-
-        return __init__
+    def model_built(model: Any) -> None:
+        """Name the output layer of a new ``GPTModel``; a listener of ``ModelInit``."""
+        output_layer = getattr(model, "output_layer", None)
+        if output_layer is not None:
+            setattr(output_layer, _KIND, "output_layer")
 
     def claim(self, registry: Registry) -> None:
         """Claim all targets; nothing is replaced until the registry is applied."""
@@ -264,7 +249,6 @@ class TensorParallelHooks:
             "tensor.column_forward": self._module("linear"),
             "tensor.row_forward": self._module("linear"),
             "tensor.embedding_forward": self._module("embedding"),
-            "tensor.gpt_init": self._gpt_init,
         }
         for name, roles in _FUNCTIONS.items():
             claims[name] = self._function(roles)

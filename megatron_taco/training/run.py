@@ -231,6 +231,7 @@ class _Run:
             sequence_parallel=args.sequence_parallel,
             learned_positions=args.position_embedding_type == "learned_absolute",
             policy_file=self.folder.policy,
+            stages=args.pipeline_model_parallel_size,
         )
         self.session = session
         session.install(registry)
