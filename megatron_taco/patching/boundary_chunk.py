@@ -25,6 +25,36 @@ NAME = "pipeline_boundaries"
 """The chunk's name for its boundaries, and the beginning of their keys in checkpoints."""
 
 
+class SavedDepths(nn.Module):
+    """The depths of a model's boundaries in its checkpoints, so that others are refused.
+
+    Args:
+        depths: of the whole model.
+    """
+
+    def __init__(self, depths: tuple[int, ...]) -> None:
+        super().__init__()
+        self._depths = list(depths)
+
+    def get_extra_state(self) -> dict[str, list[int]]:
+        """Return the depths for ``state_dict``."""
+        return {"after_layers": self._depths}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Refuse a checkpoint with boundaries elsewhere.
+
+        Raises:
+            BoundaryError: with both lists of depths.
+        """
+        saved = list(state["after_layers"])
+        if saved != self._depths:
+            raise BoundaryError(
+                f"compression.pipeline_parallel.after_layers: {self._depths}, but the "
+                f"checkpoint's boundaries are after layers {saved}; a boundary is part of the "
+                "model, so name the same depths"
+            )
+
+
 class ChunkBoundaries(nn.Module):
     """A submodule of ``GPTModel`` that holds a chunk's boundaries and hooks them in.
 
@@ -35,6 +65,7 @@ class ChunkBoundaries(nn.Module):
         ids: the token ids of the running micro-batch.
         tensor_group: the tensor-parallel group.
         sequence_parallel: whether a rank holds its own part of the sequence.
+        first_of_stage: whether it is the stage's first chunk, which keeps the depths.
     """
 
     def __init__(
@@ -45,8 +76,11 @@ class ChunkBoundaries(nn.Module):
         ids: TokenIds,
         tensor_group: torch.distributed.ProcessGroup,
         sequence_parallel: bool,
+        first_of_stage: bool = True,
     ) -> None:
         super().__init__()
+        if first_of_stage:
+            self.depths = SavedDepths(span.depths)
         self.chain = Chain(settings, len(span.depths), span.first, span.last)
         self.span = span
         self._form, self._ids = form, ids
@@ -137,24 +171,6 @@ class ChunkBoundaries(nn.Module):
         setattr(z, ATTRIBUTE, Outgoing(message, (s, b, d)))
         return z
 
-    def get_extra_state(self) -> dict[str, list[int]]:
-        """Return the depths of the whole model's boundaries, for ``state_dict``."""
-        return {"after_layers": list(self.span.depths)}
-
-    def set_extra_state(self, state: Any) -> None:
-        """Refuse a checkpoint with boundaries elsewhere.
-
-        Raises:
-            BoundaryError: with both lists of depths.
-        """
-        saved, here = list(state["after_layers"]), list(self.span.depths)
-        if saved != here:
-            raise BoundaryError(
-                f"compression.pipeline_parallel.after_layers: {here}, but the checkpoint's "
-                f"boundaries are after layers {saved}; a boundary is part of the model, so name "
-                "the same depths"
-            )
-
     def sharded_state_dict(
         self,
         prefix: str = "",
@@ -188,6 +204,9 @@ class ChunkBoundaries(nn.Module):
             entry.key = prefix + self._key(name)
             if self._is_copy(name, state[name]):
                 entry.replica_id = (1, *entry.replica_id[1:])
+            if name.endswith(".table") and isinstance(state[name], nn.Parameter):
+                # Rows of a vocabulary padded for another tensor-parallel size.
+                entry.allow_shape_mismatch = True
         return made
 
     def _key(self, name: str) -> str:
@@ -204,7 +223,7 @@ class ChunkBoundaries(nn.Module):
 
     def _is_copy(self, name: str, value: Any) -> bool:
         """Whether another stage saves the same: the depths, and what both ends of a cut hold."""
-        if name == "_extra_state":
+        if name.startswith("depths."):
             return self.span.at_start is not None
         start = self.span.at_start
         of_start = start is not None and name.startswith(f"chain.boundaries.{start}.")

@@ -106,6 +106,7 @@ class PipelineHooks:
             self._ids,
             model.pg_collection.tp,
             config.sequence_parallel,
+            first_of_stage=not self.chunks,
         )
         chunk.attach(model)
         self.chunks.append(chunk)
