@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_taco.config.megatron_section import whole
+from megatron_taco.patching import pipeline_conflicts
 
 if TYPE_CHECKING:
     from megatron_taco.config import Config
@@ -81,11 +82,15 @@ def check(config: Config) -> list[str]:
     """Return why this configuration cannot run, one message a reason; empty if it can.
 
     Args:
-        config: A loaded configuration; `megatron` and `compression.tensor_parallel` are read.
+        config: A loaded configuration; `megatron` and `compression` are read.
 
     Returns:
         `LOCATION: KEY: found; why; what to change`, in a fixed order.
     """
+    return _tensor_parallel(config) + pipeline_conflicts.check(config)
+
+
+def _tensor_parallel(config: Config) -> list[str]:
     tensor = config.compression.tensor_parallel
     if tensor.mode == "off":
         return []

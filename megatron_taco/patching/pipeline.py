@@ -29,6 +29,7 @@ from megatron_taco.patching.boundary_gradients import (
 )
 from megatron_taco.patching.boundary_layout import resolve_depths, span, stage_cuts
 from megatron_taco.patching.boundary_message import MessageForm
+from megatron_taco.patching.boundary_report import angles, step_figures
 from megatron_taco.patching.boundary_wire import BACKWARD, FORWARD, Wire
 from megatron_taco.patching.errors import BoundaryError
 from megatron_taco.patching.registry import Registry
@@ -64,6 +65,11 @@ class PipelineHooks:
     Args:
         settings: of the axis.
         counters: count what is sent.
+
+    Attributes:
+        chunks: the model chunks of this process that have boundaries.
+        optimizer: ends the boundaries' steps, once Megatron has made its optimisers.
+        note: told now and then how far projectors have moved, see ``boundary_report.angles``.
     """
 
     def __init__(self, settings: PipelineParallel, counters: Counters) -> None:
@@ -74,6 +80,8 @@ class PipelineHooks:
         self.chunks: list[ChunkBoundaries] = []
         self.optimizer: Any = None
         self._steps = 0
+        self._checked = 0
+        self.note: Callable[[dict[str, dict[str, float]]], None] | None = None
 
     @property
     def boundaries(self) -> dict[int, Boundary]:
@@ -211,17 +219,37 @@ class PipelineHooks:
         self._steps += 1
         every = self._settings.check_every
         if every and self._steps % every == 0:
-            self.check_agreement()
+            self.check()
 
-    def check_agreement(self) -> None:
-        """Compare what all ranks hold of each boundary; a collective call.
+    @property
+    def _depths(self) -> tuple[int, ...]:
+        return self.chunks[0].span.depths
+
+    def check(self) -> None:
+        """Compare what all ranks hold of each boundary, and note how far projectors moved.
+
+        A collective call.
 
         Raises:
             DisagreementError: two of them differ.
         """
-        count = len(self.chunks[0].span.depths)
+        self._checked = self._steps
         device = torch.device(torch.cuda.current_device())
-        check_agreement(self.boundaries, count, device)
+        check_agreement(self.boundaries, len(self._depths), device)
+        moved = angles(self.boundaries, self._depths)
+        if moved and self.note is not None:
+            self.note(moved)
+
+    def figures(self) -> dict[str, Any]:
+        """The entry of a logged step; a collective call."""
+        reports = {} if self.optimizer is None else self.optimizer.reports
+        found = step_figures(self.boundaries, reports, self._depths)
+        return {"boundaries": found} if found else {}
+
+    def finish(self) -> None:
+        """After training: the comparison that a run owes for its last steps."""
+        if self._settings.check_every and self._checked < self._steps:
+            self.check()
 
     def claim(self, registry: Registry) -> None:
         """Claim all targets but the model's construction (see ``ModelInit``)."""

@@ -73,11 +73,15 @@ class Session:
                 *(pipeline.all_flows() if boundaries.enabled else []),
             ]
         )
+        self.boundaries: pipeline.PipelineHooks | None = None
+        if boundaries.enabled:
+            self.boundaries = pipeline.PipelineHooks(boundaries, self.counters)
         self.reporter = Reporter(
             counters=self.counters,
             stream=stream,
             metrics=metrics,
             log_interval=log_interval,
+            extra=None if self.boundaries is None else self.boundaries.figures,
         )
         self._applied: Applied | None = None
         self._registry: Registry | None = None
@@ -111,9 +115,8 @@ class Session:
                 say=self.reporter.say,
                 show=self.reporter.show,
             )
-        self.boundaries: pipeline.PipelineHooks | None = None
-        if boundaries.enabled:
-            self.boundaries = pipeline.PipelineHooks(boundaries, self.counters)
+        if self.boundaries is not None:
+            self.boundaries.note = self._note_angles
             self.checks.append(
                 FlowCheck(
                     owner=pipeline.OWNER,
@@ -126,6 +129,9 @@ class Session:
             )
         self.current_step: int | None = None
         self._error_every = config.telemetry.error_every
+
+    def _note_angles(self, angles: dict[str, dict[str, float]]) -> None:
+        self.reporter.note("projectors", self.current_step or 0, angles=angles)
 
     def _begin_step(self, step: int) -> None:
         if self.current_step is None:
@@ -184,6 +190,8 @@ class Session:
         """After training: the checks a short run still owes, and the end table (all ranks)."""
         for check in self.checks:
             check.finish()
+        if self.boundaries is not None:
+            self.boundaries.finish()
         self.reporter.finish()
 
     def undo(self) -> None:
