@@ -14,6 +14,14 @@ BENCHMARKS: Commands = {
         "megatron_taco.lab.bench_collectives",
         "all-reduce, reduce-scatter, all-gather: ours beside the backend's",
     ),
+    "kernels": (
+        "megatron_taco.lab.bench_kernels",
+        "encode, decode and sums on one GPU: share of a copy's bandwidth, host time a call",
+    ),
+    "step": (
+        "megatron_taco.lab.bench_step",
+        "training steps: compressed beside uncompressed, and the limit",
+    ),
 }
 """Benchmark -> its module and one line of help."""
 

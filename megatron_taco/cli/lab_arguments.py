@@ -92,3 +92,16 @@ def microseconds(text: str) -> int:
         if number != text and number.isdigit():
             return int(number) * factor
     raise argparse.ArgumentTypeError(f"{text!r} is not a time; allowed: 500us, 10ms, 1s")
+
+
+def words(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """Returns a type for argparse: a list of some of ``allowed``."""
+
+    def parse(text: str) -> list[str]:
+        words = [word.strip() for word in text.split(",")]
+        for word in words:
+            if word not in allowed:
+                raise ValueError(f"{word!r} is none of {', '.join(allowed)}")
+        return words
+
+    return checked(parse)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from megatron_taco.collectives.all_gather import all_gather
 from megatron_taco.collectives.all_reduce import all_reduce, choose_algorithm
 from megatron_taco.collectives.launch import OnPayload
 from megatron_taco.collectives.nodes import NodeGroups, Topology
+from megatron_taco.collectives.parts import SendPart
 from megatron_taco.collectives.policy import Policy
 from megatron_taco.collectives.reduce_scatter import reduce_scatter
 from megatron_taco.collectives.traffic import Traffic, traffic
+from megatron_taco.collectives.work import Work
 from megatron_taco.compressors import Compressor
 
 Plain = Callable[[], Any]
@@ -171,11 +173,7 @@ class Router:
         plain: Plain,
     ) -> Any:
         """Count a call, then send it one way or the other."""
-        whole = output if collective == "all_gather" else input
-        message = Message(role, collective, whole.numel(), whole.element_size(), group)
-        plan = self._plans.get(message)
-        if plan is None:
-            plan = self._plans[message] = self._make_plan(message)
+        plan = self._plan(role, collective, output if collective == "all_gather" else input, group)
         count = plan.counter
         count.seen += 1
         count.raw += plan.traffic.raw
@@ -192,6 +190,45 @@ class Router:
         if self.sampling:
             self.sample(count, input)
         return self.send(collective, output, input, group, async_op, self._observer(count))
+
+    def _plan(self, role: str, collective: str, whole: Tensor, group: ProcessGroup) -> _Plan:
+        message = Message(role, collective, whole.numel(), whole.element_size(), group)
+        plan = self._plans.get(message)
+        if plan is None:
+            plan = self._plans[message] = self._make_plan(message)
+        return plan
+
+    def parts(
+        self, role: str, collective: str, whole: Tensor, group: ProcessGroup
+    ) -> SendPart | None:
+        """Begin a call that is sent in parts; None, uncounted, where it goes plain.
+
+        It counts once, and whether it is compressed is asked once, both for the whole. Parts of
+        whole blocks (of an all-reduce P blocks) have the whole message's bytes between them.
+
+        Args:
+            role: its role.
+            collective: its name.
+            whole: the whole tensor, filled or not.
+            group: the process group, of P ranks.
+        """
+        plan = self._plan(role, collective, whole, group)
+        if not plan.on or self.step < self.start_step or plan.small or plan.by_policy:
+            return None
+        count = plan.counter
+        count.seen += 1
+        count.compressed += 1
+        count.raw += plan.traffic.raw
+        count.wire += plan.traffic.wire
+        count.largest = max(count.largest, plan.nbytes)
+
+        def send(output: Tensor, input: Tensor) -> Work:
+            if self.sampling:
+                self.sample(count, input)
+            work = self.send(collective, output, input, group, True, self._observer(count))
+            return cast(Work, work)
+
+        return send
 
     def _observer(self, count: FlowCounter) -> OnPayload:
         def on_payload(payloads: Tensor, numel: int) -> None:

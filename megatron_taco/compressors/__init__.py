@@ -3,11 +3,12 @@
 from difflib import get_close_matches
 
 from megatron_taco.compressors.base import Compressor
+from megatron_taco.compressors.block_integer import BlockInteger
 from megatron_taco.compressors.taco import Taco
 
-__all__ = ["COMPRESSORS", "Compressor", "Taco", "build"]
+__all__ = ["COMPRESSORS", "BlockInteger", "Compressor", "Taco", "build"]
 
-COMPRESSORS: dict[str, type[Compressor]] = {Taco.name: Taco}
+COMPRESSORS: dict[str, type[Compressor]] = {kind.name: kind for kind in (Taco, BlockInteger)}
 
 
 def build(name: str, **settings: object) -> Compressor:

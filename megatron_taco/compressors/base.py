@@ -135,7 +135,8 @@ class Compressor(ABC):
 
     def check_values(self, x: Tensor) -> None:
         """Refuse what ``encode_rows`` cannot encode, with what was found and what is allowed."""
-        self.check_dtype(x.dtype, f"a tensor of shape {tuple(x.shape)}")
+        if x.dtype not in VALUE_DTYPES:  # the message costs more than all checks
+            self.check_dtype(x.dtype, f"a tensor of shape {tuple(x.shape)}")
         if x.dim() != 2:
             raise ValueError(
                 f"{self.name}: encode_rows takes a [rows, numel] tensor, "
@@ -179,8 +180,10 @@ class Compressor(ABC):
         """
         if out is None:
             return
+        right_place = out.shape == shape and out.device == device and out.is_contiguous()
+        if out.dtype in dtypes and right_place:
+            return
         found = f"{self.name}: out is {out.dtype}{list(out.shape)} on {out.device}"
         if out.dtype not in dtypes:
             raise TypeError(f"{found}, allowed are {', '.join(map(str, dtypes))}")
-        if tuple(out.shape) != shape or out.device != device or not out.is_contiguous():
-            raise ValueError(f"{found}, expected contiguous {list(shape)} on {device}")
+        raise ValueError(f"{found}, expected contiguous {list(shape)} on {device}")

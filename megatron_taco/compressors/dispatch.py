@@ -59,8 +59,9 @@ class Kernels(Protocol):
         """See ``Compressor.warm_up``."""
 
 
-EXACT_ON_GPUS = frozenset({("e4m3", "dual"), ("e4m3", "merged_fp32"), ("e5m2", "dual")})
-"""Format and scales whose kernels gave the bytes of the torch code on a GPU, in every test."""
+EXACT_ON_GPUS = frozenset((form, "dual") for form in ("e4m3", "e5m2", "int8", "int6", "int4"))
+"""Format and scales whose kernels gave the bytes of the torch code on a GPU, see
+docs/results/kernels.md."""
 ALL_KERNELS = "MEGATRON_TACO_ALL_KERNELS"
 """Environment variable of tests and benchmarks: with 1, use the other kernels as well."""
 

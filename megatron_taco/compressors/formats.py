@@ -16,12 +16,15 @@ class CodeFormat(ABC):
         bits: Bits per code. B codes fill B * bits / 8 bytes exactly, B a multiple of 32.
         limit: Largest magnitude T of a code; a block's largest value is scaled to it.
         target: Root mean square M to which the adaptive scale of TACO brings a block.
+        offset: What is added to codes while payloads are summed, and taken off as a whole, so that
+            kernels can make floating-point numbers of codes by their bits alone.
     """
 
     name: str
     bits: int
     limit: float
     target: float
+    offset: int = 0
 
     @abstractmethod
     def pack(self, q: Tensor, limit: float | None = None) -> Tensor:
@@ -30,6 +33,10 @@ class CodeFormat(ABC):
         Rounding is to nearest, ties to even; ``q`` is clamped to ±``limit`` before it, ±T unless
         given. ``q`` is used as scratch. What a NaN becomes is not defined.
         """
+
+    def quantise(self, y: Tensor, inverse: Tensor) -> Tensor:
+        """As ``pack`` of y * inverse [N], a product rounded to FP32; uses ``y`` up."""
+        return self.pack(y.mul_(inverse))
 
     @abstractmethod
     def unpack(self, codes: Tensor) -> Tensor:
@@ -74,6 +81,13 @@ class Integer(CodeFormat):
     def _integers(self, q: Tensor, limit: float | None) -> Tensor:
         bound = self.limit if limit is None else limit
         return q.round_().clamp_(-bound, bound).to(torch.int8)
+
+    def quantise(self, y: Tensor, inverse: Tensor) -> Tensor:
+        """As ``pack`` of y * inverse [N], the exact product, which FP64 holds.
+
+        A fused multiply-add that adds 1.5 * 2^23 does the same.
+        """
+        return self.pack(y.double().mul_(inverse.double()))
 
     def pack(self, q: Tensor, limit: float | None = None) -> Tensor:
         """INT8: one byte per code."""
@@ -130,7 +144,7 @@ FORMATS: tuple[CodeFormat, ...] = (
     E5M2("e5m2", 8, 57344.0, 57344.0),
     Integer("int8", 8, 127.0, 127.0),
     Int6("int6", 6, 31.0, 31.0),
-    Int4("int4", 4, 7.0, 7.0),
+    Int4("int4", 4, 7.0, 7.0, offset=24),
 )
 FORMAT_NAMES = tuple(f.name for f in FORMATS)
 

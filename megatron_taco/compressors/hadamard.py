@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 
-def hadamard_(columns: Tensor) -> Tensor:
-    """Transform each column of FP32 [B, N], B a power of two: H_B x / sqrt(B), its own inverse.
+def butterflies_(columns: Tensor) -> Tensor:
+    """Transform each column of FP32 [B, N], B a power of two: H_B x, not normalised.
 
     For h = 1, 2, 4 .. B/2 in this order every pair (a, b) of elements i and i + h, i having bit
-    h clear, becomes (a + b, a - b), each one FP32 operation; then one FP32 multiplication by
-    1/sqrt(B) rounded to FP32.
+    h clear, becomes (a + b, a - b), each one FP32 operation.
 
     Args:
         columns: Contiguous; used as scratch, its contents are lost.
@@ -33,16 +32,30 @@ def hadamard_(columns: Tensor) -> Tensor:
         torch.sub(pairs[:, 0], pairs[:, 1], out=result[:, 1])
         source, target = target, source
         h *= 2
-    return source.mul_(1.0 / sqrt(block))
+    return source
+
+
+def hadamard_(columns: Tensor) -> Tensor:
+    """As ``butterflies_``, then one FP32 product with 1/sqrt(B): H_B x / sqrt(B), its own inverse.
+
+    Args:
+        columns: Contiguous; used as scratch, its contents are lost.
+
+    Returns:
+        The transformed columns [B, N], in ``columns`` itself or in a new tensor.
+    """
+    return butterflies_(columns).mul_(1.0 / sqrt(columns.shape[0]))
 
 
 def sum_of_squares(columns: Tensor) -> Tensor:
-    """Return the sum of squares of each column of FP32 [B, N]: FP32 [N], in a fixed order.
+    """Return the sum of squares of each column of FP32 [B, N], B >= 4: FP32 [N], in a fixed order.
 
-    Each square is rounded to FP32 (no fused multiply-add); then for h = 1, 2, 4 .. B/2 element i
-    takes element i + h on, i a multiple of 2h: the ``a + b`` half of the butterflies above.
+    Each square is rounded to FP32 (no fused multiply-add); four neighbours are added one after
+    the other; then for h = 1, 2, 4 .. sum i of these takes sum i + h on, i a multiple of 2h.
+    (Squares of BF16 and FP16 numbers are exact, so there a fused multiply-add gives the same.)
     """
-    total = columns.square()
+    squares = columns.square().view(-1, 4, columns.shape[1])
+    total = squares[:, 0] + squares[:, 1] + squares[:, 2] + squares[:, 3]
     while total.shape[0] > 1:
         total = total[0::2] + total[1::2]
     return total[0]

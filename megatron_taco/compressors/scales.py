@@ -15,7 +15,12 @@ from megatron_taco.compressors.blocks import (
 )
 from megatron_taco.compressors.hadamard import sum_of_squares
 
-MAX_ADAPTIVE_SCALE = 2.0**20
+MAX_ADAPTIVE_SCALE = 2.0**21
+# Of a block after pre-scaling: a sum whose scale is below has cancelled to nothing, and a rank
+# whose scale is below another's by as much adds nothing.
+SMALLEST_SCALE = 2.0**-100
+# A block whose exponent is below is decoded at one of 0 and scaled down at the end.
+SMALLEST_PLAIN_EXPONENT = -60
 
 
 def square_root(x: Tensor) -> Tensor:
@@ -30,9 +35,8 @@ def square_root(x: Tensor) -> Tensor:
 def adaptive_scale(z: Tensor, target: float) -> Tensor:
     """Return the first scale of TACO (papers.md 1.2) for pre-scaled columns [B, N]: FP32 [N].
 
-    alpha = M / sqrt(v) with v = mean(z^2), at most 2^20. Each z is within a small power of two of
-    1, so the paper's lambda and its clips have no work to do: v is 0 only in an all-zero block,
-    where alpha is 2^20.
+    alpha = M / sqrt(v) with v = mean(z^2), at most 2^21, which only sums that cancel and blocks
+    below 2^-100 reach: the paper's lambda and its other clips have no work to do.
 
     Args:
         z: Columns after pre-scaling; the sum of squares is in ``sum_of_squares``' order, and its
@@ -43,9 +47,31 @@ def adaptive_scale(z: Tensor, target: float) -> Tensor:
     return (torch.full_like(mean, target) / square_root(mean)).clamp(max=MAX_ADAPTIVE_SCALE)
 
 
-def quant_scale(peak: Tensor, limit: float) -> Tensor:
-    """Return the scale that maps a block's largest magnitude to a code of ``limit``: a / T."""
-    return peak / torch.full_like(peak, limit)
+def round_scale(x: Tensor) -> Tensor:
+    """Round FP32 ``x`` >= 0 to 17 significant bits, halves up: FP32; a NaN stays one.
+
+    Products of such a scale with codes of 7 bits or fewer are exact in FP32, so a sum of them is
+    the same with and without fused multiply-adds.
+    """
+    bits = (x.view(torch.int32) & 0x7FFFFFFF).clamp(max=0x7FFFFF00)  # a NaN may have a sign
+    return ((bits + 0x40) & -0x80).view(torch.float32)
+
+
+def quant_scale(peak: Tensor, factor: float) -> Tensor:
+    """Return the scale that maps a block's largest magnitude to the largest code: FP32 [N].
+
+    Args:
+        peak: Largest magnitudes before normalisation, FP32 [N].
+        factor: 1 / T, and 1 / sqrt(B) times that where the values are yet to be normalised.
+    """
+    scale = round_scale(peak * factor)
+    return torch.where(scale < SMALLEST_SCALE, 0.0, scale)
+
+
+def floor_exponents(scale: Tensor, alpha: Tensor | None) -> Tensor:
+    """Return the floor exponents of c, or about those of s / alpha: int32, of the same shape."""
+    exponents = floor_exponent(scale)
+    return exponents if alpha is None else exponents - floor_exponent(alpha)
 
 
 def common_exponent(exponents: Tensor, limit: float) -> Tensor:
@@ -57,24 +83,28 @@ def common_exponent(exponents: Tensor, limit: float) -> Tensor:
     return clamp_exponent(exponents.amax(0) + int(limit).bit_length() - 1)
 
 
-def merged_relative(scale: Tensor, limit: float, shared: bool) -> tuple[Tensor, Tensor]:
-    """Split merged scales c [R, g] into FP32 c * 2^-e [R, g] and exponents e.
+def own_exponent(exponents: Tensor, limit: float) -> Tensor:
+    """Return the exponents at which blocks are decoded alone, 0 but for tiny blocks.
 
-    e is [1, g], common to all rows, if ``shared``, else each row has its own: [R, g].
+    Args:
+        exponents: Floor exponents of the blocks' scales, of any shape.
+        limit: T.
     """
-    exponents = floor_exponent(scale)
-    if shared:
-        e = common_exponent(exponents, limit).unsqueeze(0)
-    else:
-        e = common_exponent(exponents.unsqueeze(0), limit)
-    return scale * power_of_two(-e), e
+    e = common_exponent(exponents.unsqueeze(0), limit)
+    return torch.where(e < SMALLEST_PLAIN_EXPONENT, e, 0)
 
 
-def dual_relative(s: Tensor, alpha: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Turn dual scales [P, g] into the ratios s / alpha * 2^-e [P, g] and common exponents [1, g].
+def relative_scale(scale: Tensor, alpha: Tensor | None, e: Tensor) -> Tensor:
+    """Return c * 2^-e or s / alpha * 2^-e, by ``round_scale``, 0 below 2^-100: FP32 [R, g].
 
     The ratio is s / (alpha * 2^e), one rounded division: alpha * 2^e is exact, or infinite where
-    this rank's block is at least 2^100 times smaller than another's, which makes the ratio 0.
+    this rank's block is at least 2^100 times smaller than another's.
+
+    Args:
+        scale: c, or s if ``alpha`` is given [R, g].
+        alpha: Second scales [R, g].
+        e: Exponents [R, g] or [1, g].
     """
-    e = common_exponent(floor_exponent(s) - floor_exponent(alpha), limit).unsqueeze(0)
-    return s / (alpha * power_of_two(e)), e
+    ratio = scale * power_of_two(-e) if alpha is None else scale / (alpha * power_of_two(e))
+    ratio = round_scale(ratio)
+    return torch.where(ratio < SMALLEST_SCALE, 0.0, ratio)

@@ -8,36 +8,41 @@ Encoding one block x of B consecutive elements, the last one padded with zeros:
     a_x = max |x|
     e   = clamp(floor(log2 a_x), -100, 126)             from the exponent bits, blocks.py
     z   = x * 2^-e                                      one exact power of two; |z| < 4
-    dual:   alpha = min(M / sqrt(mean z^2), 2^20);  z = z * alpha
-    y   = H_B z / sqrt(B)                               hadamard.py; y = z without rotation
-    s   = max |y| / T
-    q_i = round(clamp(y_i / s', -T, T))                 formats.py
+    y   = H_B z                                         hadamard.py; y = z without rotation
+    d   = max |y| * (1 / (sqrt(B) T))                   17 bits, scales.py; 1 / T without rotation
+    q_i = round(clamp(y_i * (1 / (sqrt(B) d')), -T, T)) formats.py; the inverse is rounded to FP32,
+                                                        the product for FP8 formats only
 
-    dual:         sends s and alpha * 2^-e, FP32;       s' = s
-    merged_fp32:  sends c = s * 2^e, FP32;              s' = c * 2^-e
-    merged_bf16:  sends c = s * 2^e rounded to BF16;    s' = c * 2^-e: rounded before quantising
+    dual:         sends alpha * d and alpha * 2^-e, FP32, alpha = min(M / sqrt(mean z^2), 2^21);
+                  d' = d
+    merged_fp32:  sends c = d * 2^e, FP32;              d' = c * 2^-e
+    merged_bf16:  sends c = d * 2^e rounded to BF16;    d' = c * 2^-e: rounded before quantising
 
-Decoding one payload:
+So the published s and alpha are sent, with s q = alpha H_B x / sqrt(B); that the values are not
+multiplied by alpha changes no code, since s is proportional to it (papers.md 1.7, trap 3).
 
-    dual:     x = (H_B (s q) / sqrt(B)) / alpha
-    merged:   e = clamp(floor(log2 c) + floor(log2 T), -100, 126)
-              x = (H_B ((c * 2^-e) q) / sqrt(B)) * 2^e  so nothing overflows that the result holds
+Decoding one payload, where c is s / alpha if dual:
+
+    e = 0, or clamp(floor(log2 c) + floor(log2 T), -100, 126) where that is below -60
+    x = (H_B q * ((c * 2^-e) / sqrt(B))) * 2^e          c * 2^-e has 17 bits, see scales.py
 
 Summing P payloads, in the rotated domain (H is linear and shared, so it is left out; papers.md
-4.1): with c_p the merged scale, s_p / alpha_p if dual, and one e for all ranks (scales.py),
+4.1), one e for all ranks (scales.py):
 
-    z = (c_0 2^-e) q_0 + (c_1 2^-e) q_1 + ...           each product rounded, ranks in order
-    decode_sum:      x = (H_B z / sqrt(B)) * 2^e        one inverse transform
+    z = (c_0 2^-e) q_0 + (c_1 2^-e) q_1 + ...           each product exact, ranks in order
+    INT4:  z = -24 (c_0 2^-e + ...) + (c_0 2^-e) (q_0 + 24) + ...
+    decode_sum:      x = H_B z * (2^e / sqrt(B))        one inverse transform
     reduce_encode:   as encoding from z on, with H left out
 
-Special blocks: an all-zero block, or one whose scale underflows to 0, has codes and scale 0 and
-decodes to +0. A NaN or an infinity in a block, or a merged scale beyond FP32, makes its scale the
-canonical NaN and its codes 0 (alpha is 1): all of it decodes to NaN, and sums pass it on.
+Special blocks: an all-zero block, or one whose scale underflows to 0, has codes and scale 0 (alpha
+is 1) and decodes to +0. A NaN or an infinity in a block, or a merged scale beyond FP32, makes its
+scale the canonical NaN and its codes 0 (alpha is 1): all of it decodes to NaN, and sums pass it on.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import sqrt
 from typing import ClassVar
 
 import torch
@@ -55,13 +60,15 @@ from megatron_taco.compressors.blocks import (
 )
 from megatron_taco.compressors.dispatch import Kernels, KernelSettings, kernels_on
 from megatron_taco.compressors.formats import FORMAT_NAMES, CodeFormat, code_format
-from megatron_taco.compressors.hadamard import hadamard_
+from megatron_taco.compressors.hadamard import butterflies_
 from megatron_taco.compressors.layout import Layout
+from megatron_taco.compressors.rotated import in_order, rotated_sum
 from megatron_taco.compressors.scales import (
     adaptive_scale,
-    dual_relative,
-    merged_relative,
+    floor_exponents,
+    own_exponent,
     quant_scale,
+    relative_scale,
 )
 
 BLOCKS = (32, 64, 128, 256, 512)
@@ -143,6 +150,7 @@ class Taco(Compressor):
             sum(dtype.itemsize for dtype in SCALES[self.scales]),
             self._rotate,
             self.block,
+            self._code.offset,
         )
 
     def _kernels(self, device: torch.device) -> Kernels | None:
@@ -206,23 +214,24 @@ class Taco(Compressor):
 
     def _emit(self, z: Tensor, e: Tensor, rows: int, numel: int, rotate: bool) -> Tensor:
         """Scale, rotate if asked to, quantise and lay out z * 2^e [B, R * g]; uses ``z`` up."""
-        alpha = None
-        if self._dual:
-            alpha = adaptive_scale(z, self._code.target)
-            z.mul_(alpha)
-        y = hadamard_(z) if rotate else z
-        scale = quant_scale(absolute_maximum(y), self._code.limit)
+        norm = self._norm if rotate else 1.0
+        alpha = adaptive_scale(z, self._code.target) if self._dual else None
+        y = butterflies_(z) if rotate else z
+        scale = quant_scale(absolute_maximum(y), norm / self._code.limit)
         divisor = scale
         if alpha is None:
             scale = (scale * power_of_two(e)).to(SCALES[self.scales][0])
             divisor = scale.float() * power_of_two(-e)
+        else:
+            scale = scale * alpha
         finite = scale.isfinite()
         usable = finite & (scale > 0)
-        codes = self._code.pack(y.div_(torch.where(usable, divisor, 1.0)))
+        inverse = torch.full_like(divisor, norm) / torch.where(usable, divisor, 1.0)
+        codes = self._code.quantise(y, inverse)
         codes.mul_(usable.to(torch.uint8))
         sent: tuple[Tensor, ...] = (torch.where(finite, scale, torch.nan),)
         if alpha is not None:
-            sent += (torch.where(finite, alpha * power_of_two(-e), 1.0),)
+            sent += (torch.where(usable, alpha * power_of_two(-e), 1.0),)
         return self._layout.write(rows, numel, codes, sent)
 
     def decode_rows(
@@ -253,43 +262,39 @@ class Taco(Compressor):
 
     def _decode(self, payloads: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         q = self._code.unpack(self._layout.read_codes(payloads, numel))
-        scales = self._layout.read_scales(payloads, numel)
+        scale, alpha = self._read_scales(payloads, numel)
         if self.published_clips:
-            s, alpha = (scale.reshape(-1) for scale in scales)
-            values = published.decode_columns(q, s, alpha, self._rotate)
-        elif self._dual:
-            s, alpha = (scale.reshape(-1) for scale in scales)
-            values = self._unrotate(q.mul_(s)).div_(alpha)
+            assert alpha is not None
+            values = published.decode_columns(q, scale.reshape(-1), alpha.reshape(-1), self._rotate)
         else:
-            relative, e = merged_relative(scales[0], self._code.limit, shared=False)
-            values = self._unrotate(q.mul_(relative.reshape(-1)))
+            e = own_exponent(floor_exponents(scale, alpha), self._code.limit)
+            factor = relative_scale(scale, alpha, e) * self._norm
+            values = self._unrotate(q).mul_(factor.reshape(-1))
             values.mul_(power_of_two(e).reshape(-1))
         return from_columns(values, payloads.shape[0], numel, dtype)
 
+    def _read_scales(self, payloads: Tensor, numel: int) -> tuple[Tensor, Tensor | None]:
+        """Return s and alpha, or c and None: FP32 [R, g]."""
+        scale, *second = self._layout.read_scales(payloads, numel)
+        return scale, second[0] if second else None
+
+    @property
+    def _norm(self) -> float:
+        """What the transform is yet to be multiplied by."""
+        return 1.0 / sqrt(self.block) if self._rotate else 1.0
+
     def _unrotate(self, z: Tensor) -> Tensor:
-        return hadamard_(z) if self._rotate else z
+        return butterflies_(z) if self._rotate else z
 
     def _rotated_sum(self, payloads: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Return FP32 z [B, g] and e [g]: the sum over the rows, rotated, is z * 2^e."""
         q = self._code.unpack(self._layout.read_codes(payloads, numel))
-        scales = self._layout.read_scales(payloads, numel)
-        if self._dual:
-            relative, e = dual_relative(scales[0], scales[1], self._code.limit)
-        else:
-            relative, e = merged_relative(scales[0], self._code.limit, shared=True)
-        terms = q.view(self.block, *relative.shape).mul_(relative)
-        total = terms[:, 0].contiguous()
-        for rank in range(1, payloads.shape[0]):
-            total = total + terms[:, rank]
-        return total, e.reshape(-1)
+        scale, alpha = self._read_scales(payloads, numel)
+        return rotated_sum(q, scale, alpha, self._code)
 
     def _published_sum(self, payloads: Tensor, numel: int) -> Tensor:
         """Sum decoded rows in rank order, as the released code does: FP32 [numel]."""
-        values = self.decode_rows(payloads, numel, torch.float32)
-        total = values[0]
-        for rank in range(1, payloads.shape[0]):
-            total = total + values[rank]
-        return total
+        return in_order(self.decode_rows(payloads, numel, torch.float32))
 
     def decode_sum(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         """Sum the values of uint8 [P, payload_bytes(numel)] in the order 0 .. P-1: FP32 [numel].
@@ -316,7 +321,7 @@ class Taco(Compressor):
         if self.published_clips:
             return _into(out, self._published_sum(payloads, numel))
         z, e = self._rotated_sum(payloads, numel)
-        values = self._unrotate(z).mul_(power_of_two(e))
+        values = self._unrotate(z).mul_(power_of_two(e) * self._norm)
         return _into(out, from_columns(values, 1, numel, torch.float32)[0])
 
     def reduce_encode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:

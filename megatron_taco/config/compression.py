@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from megatron_taco.config.data_parallel import DataParallel
 from megatron_taco.config.pipeline_parallel import PipelineParallel
 from megatron_taco.config.section import Section
 from megatron_taco.config.tensor_parallel import TensorParallel
@@ -12,3 +13,4 @@ class Compression(Section):
 
     tensor_parallel: TensorParallel = Field(default_factory=TensorParallel)
     pipeline_parallel: PipelineParallel = Field(default_factory=PipelineParallel)
+    data_parallel: DataParallel = Field(default_factory=DataParallel)

@@ -43,6 +43,8 @@ class TensorParallel(Section):
         backward: Compress the gradients of activations.
         embedding: Also compress the input embedding's traffic.
         output_layer: Also compress the output layer's traffic.
+        forward_chunks: Parts in which a linear's product is made and sent in the forward pass, so
+            that one travels while the next is multiplied; 1 makes it whole.
         min_bytes: Messages smaller than this go plain, in bytes.
         start_step: Iterations that go plain first.
         published_clips: Reproduce the released code's clips (NaN becomes 0); needs dual scales and
@@ -60,6 +62,7 @@ class TensorParallel(Section):
     backward: bool = True
     embedding: bool = False
     output_layer: bool = False
+    forward_chunks: int = Field(default=1, ge=1, le=16)
     min_bytes: Annotated[int, BeforeValidator(parse_size)] = 2**20
     start_step: int = Field(default=0, ge=0)
     published_clips: bool = False
@@ -87,6 +90,12 @@ class TensorParallel(Section):
                 "published_clips",
                 f"true needs one of the formats {', '.join(PUBLISHED_FORMATS)}, but format is "
                 f"{self.format}; set format: e4m3 or published_clips: false",
+            )
+        if self.enabled and self.forward_chunks > 1 and not (self.forward or self.output_layer):
+            yield (
+                "forward_chunks",
+                f"{self.forward_chunks} sends compressed activations in parts, but forward and "
+                "output_layer are false; set forward: true or forward_chunks: 1",
             )
         if self.enabled and not (self.forward or self.backward):
             yield (

@@ -1,4 +1,4 @@
-"""Exact powers of two, and division that rounds as IEEE 754 asks but costs three instructions."""
+"""Exponents, powers of two and scales, operation for operation as blocks.py and scales.py."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,9 @@ FP8_CONVERSIONS = tl.constexpr(2)
 
 MIN_EXPONENT = tl.constexpr(-100)
 MAX_EXPONENT = tl.constexpr(126)
-MAX_ADAPTIVE_SCALE = tl.constexpr(2.0**20)
+MAX_ADAPTIVE_SCALE = tl.constexpr(2.0**21)
+SMALLEST_SCALE = tl.constexpr(2.0**-100)
+SMALLEST_PLAIN_EXPONENT = tl.constexpr(-60)
 CANONICAL_NAN = tl.constexpr(0x7FC00000)
 
 
@@ -40,22 +42,26 @@ def is_finite(x):
 
 
 @triton.jit
-def adaptive_scale(mean, TARGET: tl.constexpr):
-    """Return M / sqrt(mean), at most 2^20; a NaN stays one (scales.py)."""
+def adaptive_scale(mean, TARGET: tl.constexpr, bound):
+    """Return M / sqrt(mean), at most ``bound``; a NaN stays one (scales.py)."""
     alpha = tl.div_rn(tl.full(mean.shape, TARGET, tl.float32), tl.sqrt_rn(mean))
-    return tl.where(alpha > MAX_ADAPTIVE_SCALE, MAX_ADAPTIVE_SCALE, alpha)
+    return tl.where(alpha > bound, bound, alpha)
 
 
 @triton.jit
-def quotient(x, d, inverse):
-    """Return x / d, where ``inverse`` is 1 / d correctly rounded.
+def round_scale(x):
+    """Round FP32 ``x`` >= 0 to 17 significant bits, halves up; a NaN stays one (scales.py)."""
+    bits = tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FFFFF00)
+    return ((bits + 0x40) & -0x80).to(tl.float32, bitcast=True)
 
-    A product, its remainder, a correction. As long as neither the inverse nor the remainder
-    leaves the normal range, the result is the correctly rounded quotient wherever that lies near
-    a number of twelve bits or fewer, which is what rounding it to a code, BF16 or FP16 depends
-    on: checked for all 2^23 mantissas of d (docs/results/kernels.md). The remainder is taken as
-    q d - x, not x - q d, for the sign of zero quotients.
-    """
-    q = x * inverse
-    # Triton's unary minus is a subtraction from +0, which is slower and loses the sign of zeros.
-    return tl.fma(tl.fma(q, d, x * -1.0), inverse * -1.0, q)
+
+@triton.jit
+def without_tiny(scale):
+    """Return ``scale``, or 0 where it is below 2^-100; a NaN stays one (scales.py)."""
+    return tl.where(scale < SMALLEST_SCALE, 0.0, scale)
+
+
+@triton.jit
+def any_of(x):
+    """Whether any element of an int1 tensor is set: a scalar."""
+    return tl.max(tl.ravel(x.to(tl.int32)), 0) != 0

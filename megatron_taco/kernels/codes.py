@@ -12,25 +12,22 @@ from megatron_taco.kernels.float8 import from_float8, to_float8
 from megatron_taco.kernels.tiles import interleave_last, split_last
 
 # Adding 1.5 * 2^23 rounds |q| < 2^22 to an integer, ties to even, and leaves it in the low bits.
+# Numbers of these bits are compared and limited like those that they stand for.
 ROUNDER = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _low_bytes(words, mask, MODE: tl.constexpr):
-    """Return the low byte of each int32 of ``words`` & ``mask``: uint8."""
+def _low_bytes(words, MODE: tl.constexpr):
+    """Return the low byte of each int32 of ``words``: uint8."""
     if MODE == PORTABLE:
-        return (words & mask).to(tl.uint8)
+        return words.to(tl.uint8)
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 a, b, m, n;
+        """{ .reg .b32 a, b;
         prmt.b32 a, $1, $2, 0x0040;
         prmt.b32 b, $3, $4, 0x0040;
-        prmt.b32 a, a, b, 0x5410;
-        prmt.b32 m, $5, $6, 0x0040;
-        prmt.b32 n, $7, $8, 0x0040;
-        prmt.b32 m, m, n, 0x5410;
-        and.b32 $0, a, m; }""",
-        "=r,r,r,r,r,r,r,r,r",
-        [words, tl.broadcast_to(mask, words.shape)],
+        prmt.b32 $0, a, b, 0x5410; }""",
+        "=r,r,r,r,r",
+        [words],
         dtype=tl.uint8,
         is_pure=True,
         pack=4,
@@ -38,35 +35,27 @@ def _low_bytes(words, mask, MODE: tl.constexpr):
 
 
 @triton.jit
-def _float8_bytes(q, mask, E5M2: tl.constexpr):
-    """Convert FP32 to FP8 bytes, saturating, & ``mask`` by the conversion instruction: uint8."""
+def _float8_bytes(q, E5M2: tl.constexpr):
+    """Convert FP32 to FP8 bytes by the conversion instruction, saturating: uint8."""
     if E5M2:
         return tl.inline_asm_elementwise(
-            """{ .reg .b16 a, b; .reg .b32 c, m, n;
+            """{ .reg .b16 a, b;
             cvt.rn.satfinite.e5m2x2.f32 a, $2, $1;
             cvt.rn.satfinite.e5m2x2.f32 b, $4, $3;
-            mov.b32 c, {a, b};
-            prmt.b32 m, $5, $6, 0x0040;
-            prmt.b32 n, $7, $8, 0x0040;
-            prmt.b32 m, m, n, 0x5410;
-            and.b32 $0, c, m; }""",
-            "=r,f,f,f,f,r,r,r,r",
-            [q, tl.broadcast_to(mask, q.shape)],
+            mov.b32 $0, {a, b}; }""",
+            "=r,f,f,f,f",
+            [q],
             dtype=tl.uint8,
             is_pure=True,
             pack=4,
         )
     return tl.inline_asm_elementwise(
-        """{ .reg .b16 a, b; .reg .b32 c, m, n;
+        """{ .reg .b16 a, b;
         cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
         cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
-        mov.b32 c, {a, b};
-        prmt.b32 m, $5, $6, 0x0040;
-        prmt.b32 n, $7, $8, 0x0040;
-        prmt.b32 m, m, n, 0x5410;
-        and.b32 $0, c, m; }""",
-        "=r,f,f,f,f,r,r,r,r",
-        [q, tl.broadcast_to(mask, q.shape)],
+        mov.b32 $0, {a, b}; }""",
+        "=r,f,f,f,f",
+        [q],
         dtype=tl.uint8,
         is_pure=True,
         pack=4,
@@ -74,11 +63,11 @@ def _float8_bytes(q, mask, E5M2: tl.constexpr):
 
 
 @triton.jit
-def _pack(q, BITS: tl.constexpr, mask):
-    """Round |q| < 2^(BITS - 1) to integers and put their codes into words.
+def _pack(q, BITS: tl.constexpr):
+    """Put codes as ``rounded`` leaves them into words.
 
     With 2^(BITS - 1) added a code is not negative, so codes can be put side by side by products
-    and sums; what ``ROUNDER`` and the additions leave is a constant, and taken off at the end.
+    and sums; what ``rounder`` and the additions leave is a constant, and taken off at the end.
 
     Returns:
         int32 [L, G, J, n]: for six bits words of four codes, 24 bits; for four bits words of
@@ -86,7 +75,7 @@ def _pack(q, BITS: tl.constexpr, mask):
     """
     V: tl.constexpr = q.shape[3]
     SIGN: tl.constexpr = 1 << (BITS - 1)
-    words = (q + (ROUNDER + SIGN)).to(tl.int32, bitcast=True)
+    words = q.to(tl.int32, bitcast=True)
     LEVELS: tl.constexpr = 3 if BITS == 4 and V > 4 else 2
     for k in tl.static_range(LEVELS):
         even, odd = split_last(words)
@@ -96,13 +85,28 @@ def _pack(q, BITS: tl.constexpr, mask):
     # Both as int32.
     LEFT: tl.constexpr = (0x4B400000 * ONES + 2**31) % 2**32 - 2**31
     SIGNS: tl.constexpr = (SIGN * ONES + 2**31) % 2**32 - 2**31
-    return ((words - LEFT) ^ SIGNS) & mask
+    return (words - LEFT) ^ SIGNS
 
 
 @triton.jit
-def clamp_to(q, LIMIT: tl.constexpr):
-    """Limit ``q`` to within ±T."""
-    return tl.minimum(tl.maximum(q, -LIMIT), LIMIT)
+def quantised(y, inverse, START: tl.constexpr):
+    """Return y * inverse, FP32, if ``START`` is 0; else that product and ``START`` in one rounding.
+
+    An integer is in the lowest bits then, see ``ROUNDER``.
+    """
+    if START == 0:
+        q = y * inverse
+    else:
+        start = tl.full(y.shape, START, tl.float32)
+        q = tl.fma(y, tl.broadcast_to(inverse, y.shape), start)
+    return q
+
+
+@triton.jit
+def only_usable(q, usable, LIMIT: tl.constexpr, START: tl.constexpr):
+    """Return ``quantised`` numbers within ±T of ``START``, and ``START`` where not ``usable``."""
+    q = tl.minimum(tl.maximum(q, START - LIMIT), START + LIMIT)
+    return tl.where(usable, q, START)
 
 
 @triton.jit
@@ -111,74 +115,77 @@ def store_codes(
     where,
     valid,
     q,
-    usable,
+    ACCESS: tl.constexpr,
     FORMAT: tl.constexpr,
     LIMIT: tl.constexpr,
-    CLAMP: tl.constexpr,
     MODE: tl.constexpr,
 ):
-    """Round FP32 ``q`` [L, G, J, V], saturate, pack and store; codes are 0 where not ``usable``.
+    """Convert FP32 ``q`` [L, G, J, V] to codes, pack and store them.
 
     Args:
         base: Address of the tile's first code, uint8.
-        where: Bytes from there [L, G, J]; for INT6 of even address if V = 8, and a multiple of
-            four if V = 16.
+        where: Bytes from there [L, G, J].
         valid: Whether to store [L, G, 1, 1].
-        q: Quotients y / s.
-        usable: Blocks whose codes count [L, G, 1, 1].
+        q: As ``quantised`` returns them; FP8 saturates, integers are within ±T.
+        ACCESS: Bytes that INT6 and INT4 write at once, ``code_access`` of plan.py, or 1 where
+            addresses are not multiples of that.
         FORMAT: Name of the format.
         LIMIT: T, the largest code.
-        CLAMP: Whether |q| can round to more than T; integers only.
         MODE: As in the module's docstring.
     """
     V: tl.constexpr = q.shape[3]
-    mask = tl.where(usable, -1, 0)
     places = base + where[:, :, :, None]
     if FORMAT == "e4m3" or FORMAT == "e5m2":
         E5M2: tl.constexpr = FORMAT == "e5m2"
         if MODE == FP8_CONVERSIONS:
-            bytes_ = _float8_bytes(q, mask, E5M2)
+            bytes_ = _float8_bytes(q, E5M2)
         else:
-            codes = to_float8(clamp_to(q, LIMIT), 2 if E5M2 else 3, 15 if E5M2 else 7)
-            bytes_ = _low_bytes(codes, mask, MODE)
+            q = tl.minimum(tl.maximum(q, -LIMIT), LIMIT)
+            codes = to_float8(q, 2 if E5M2 else 3, 15 if E5M2 else 7)
+            bytes_ = _low_bytes(codes, MODE)
         tl.store(places + tl.arange(0, V)[None, None, None, :], bytes_, mask=valid)
-    else:
-        if CLAMP:
-            q = clamp_to(q, LIMIT)
-        if FORMAT == "int8":
-            bytes_ = _low_bytes((q + ROUNDER).to(tl.int32, bitcast=True), mask, MODE)
-            tl.store(places + tl.arange(0, V)[None, None, None, :], bytes_, mask=valid)
-        elif FORMAT == "int4":
-            words = _pack(q, 4, mask)
-            if V == 4:
-                tl.store(places.to(tl.pointer_type(tl.uint16)), words.to(tl.uint16), mask=valid)
-            else:
-                places = places.to(tl.pointer_type(tl.int32))
-                k = tl.arange(0, V // 8)[None, None, None, :]
-                tl.store(places + k, words, mask=valid)
+    elif FORMAT == "int8":
+        bytes_ = _low_bytes(q.to(tl.int32, bitcast=True), MODE)
+        tl.store(places + tl.arange(0, V)[None, None, None, :], bytes_, mask=valid)
+    elif FORMAT == "int4":
+        words = _pack(q, 4)
+        if ACCESS == 4:
+            k = tl.arange(0, V // 8)[None, None, None, :]
+            tl.store(places.to(tl.pointer_type(tl.int32)) + k, words, mask=valid)
+        elif ACCESS == 2:
+            tl.store(places.to(tl.pointer_type(tl.uint16)), words.to(tl.uint16), mask=valid)
         else:
-            words = _pack(q, 6, mask)  # four codes in 24 bits: [L, G, J, V / 4]
-            if V == 16:
-                even, odd = split_last(words)
-                a, c = split_last(even)  # words 0 and 2
-                b, d = split_last(odd)
-                third = (c >> 16) | (d << 8)
-                triple = interleave_last(
-                    interleave_last(a | (b << 24), third),
-                    interleave_last((b >> 8) | (c << 16), tl.zeros_like(third)),
-                )
-                k = tl.arange(0, 4)[None, None, None, :]
-                tl.store(places.to(tl.pointer_type(tl.int32)) + k, triple, mask=valid & (k < 3))
-            elif V == 8:
-                first, second = split_last(words)
-                places = places.to(tl.pointer_type(tl.uint16))
-                tl.store(places, first.to(tl.uint16), mask=valid)
-                tl.store(places + 1, ((first >> 16) | (second << 8)).to(tl.uint16), mask=valid)
-                tl.store(places + 2, (second >> 8).to(tl.uint16), mask=valid)
-            else:
-                tl.store(places, words.to(tl.uint8), mask=valid)
-                tl.store(places + 1, (words >> 8).to(tl.uint8), mask=valid)
-                tl.store(places + 2, (words >> 16).to(tl.uint8), mask=valid)
+            SIZE: tl.constexpr = 2 if V == 4 else 4
+            _store_bytes(places, words, SIZE, valid)
+    else:
+        words = _pack(q, 6)  # four codes in 24 bits: [L, G, J, V / 4]
+        if ACCESS == 4:
+            even, odd = split_last(words)
+            a, c = split_last(even)  # words 0 and 2
+            b, d = split_last(odd)
+            third = (c >> 16) | (d << 8)
+            triple = interleave_last(
+                interleave_last(a | (b << 24), third),
+                interleave_last((b >> 8) | (c << 16), tl.zeros_like(third)),
+            )
+            k = tl.arange(0, 4)[None, None, None, :]
+            tl.store(places.to(tl.pointer_type(tl.int32)) + k, triple, mask=valid & (k < 3))
+        elif ACCESS == 2:
+            first, second = split_last(words)
+            places = places.to(tl.pointer_type(tl.uint16))
+            tl.store(places, first.to(tl.uint16), mask=valid)
+            tl.store(places + 1, ((first >> 16) | (second << 8)).to(tl.uint16), mask=valid)
+            tl.store(places + 2, (second >> 8).to(tl.uint16), mask=valid)
+        else:
+            _store_bytes(places, words, 3, valid)
+
+
+@triton.jit
+def _store_bytes(places, words, SIZE: tl.constexpr, valid):
+    """Store the low ``SIZE`` bytes of each int32 of ``words`` [L, G, J, n] one by one."""
+    places += SIZE * tl.arange(0, words.shape[3])[None, None, None, :]
+    for k in tl.static_range(SIZE):
+        tl.store(places + k, (words >> (8 * k)).to(tl.uint8), mask=valid)
 
 
 @triton.jit
@@ -263,8 +270,10 @@ def _int6_values(codes, MODE: tl.constexpr):
 
 
 @triton.jit
-def _int4_values(codes, MODE: tl.constexpr):
+def _int4_values(codes, OFFSET: tl.constexpr, MODE: tl.constexpr):
     """Return the values of pairs of codes in uint8 [L, G, J, V / 2]: FP32 [L, G, J, V]."""
+    if OFFSET:
+        return _int4_values_and_24(codes, MODE)
     if MODE == PORTABLE:
         words = codes.to(tl.int32)
         even = (words & 0xF) ^ 0x4B000008
@@ -294,6 +303,43 @@ def _int4_values(codes, MODE: tl.constexpr):
 
 
 @triton.jit
+def _int4_values_and_24(codes, MODE: tl.constexpr):
+    """As ``_int4_values``, and 24 added.
+
+    Inverting the sign bit of a code adds 8; 16 and that, shifted, are the upper bits of a
+    floating-point number.
+    """
+    if MODE == PORTABLE:
+        words = codes.to(tl.int32)
+        even = ((words & 0xF) << 19) ^ 0x41C00000
+        odd = ((words & 0xF0) << 15) ^ 0x41C00000
+    else:
+        even, odd = tl.inline_asm_elementwise(
+            """{ .reg .b32 a, b, c;
+            shl.b32 a, $8, 3;
+            lop3.b32 a, a, 0x78787878, 0xC0C0C0C0, 0x6A;
+            shr.u32 b, $8, 1;
+            lop3.b32 b, b, 0x78787878, 0xC0C0C0C0, 0x6A;
+            mov.b32 c, 0x41;
+            prmt.b32 $0, a, c, 0x4055;
+            prmt.b32 $1, a, c, 0x4155;
+            prmt.b32 $2, a, c, 0x4255;
+            prmt.b32 $3, a, c, 0x4355;
+            prmt.b32 $4, b, c, 0x4055;
+            prmt.b32 $5, b, c, 0x4155;
+            prmt.b32 $6, b, c, 0x4255;
+            prmt.b32 $7, b, c, 0x4355; }""",
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [codes],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=4,
+        )
+    even = even.to(tl.float32, bitcast=True)
+    return interleave_last(even, odd.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def _int8_values(codes, MODE: tl.constexpr):
     """Return the values of uint8 codes: FP32."""
     if MODE == PORTABLE:
@@ -317,14 +363,25 @@ def _int8_values(codes, MODE: tl.constexpr):
 
 
 @triton.jit
-def values_of(a, b, c, FORMAT: tl.constexpr, ACCESS: tl.constexpr, MODE: tl.constexpr):
-    """Return the values of codes as ``load_codes`` returns them, exact: FP32 [L, G, J, V]."""
+def values_of(
+    a,
+    b,
+    c,
+    OFFSET: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ACCESS: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    """Return the values of codes as ``load_codes`` returns them, exact: FP32 [L, G, J, V].
+
+    ``OFFSET`` is 0 or, for INT4, 24, and added to each.
+    """
     if FORMAT == "int6":
         words = _int6_words(a, b, c, ACCESS)
         words = interleave_last(words, words >> 12)
         values = _int6_values(interleave_last(words, words >> 6), MODE)
     elif FORMAT == "int4":
-        values = _int4_values(a, MODE)
+        values = _int4_values(a, OFFSET, MODE)
     elif FORMAT == "int8":
         values = _int8_values(a, MODE)
     elif FORMAT == "e4m3":

@@ -4,128 +4,120 @@ import triton
 import triton.language as tl
 
 from megatron_taco.kernels.arithmetic import (
-    PORTABLE,
     adaptive_scale,
+    any_of,
     is_finite,
     power_of_two,
-    quotient,
+    round_scale,
+    without_tiny,
 )
-from megatron_taco.kernels.codes import clamp_to, store_codes
+from megatron_taco.kernels.codes import ROUNDER, only_usable, quantised, store_codes
 from megatron_taco.kernels.tiles import round_to_bfloat16, store_scale
 from megatron_taco.kernels.transform import block_peak, block_sum_of_squares, hadamard
 
-# Sums whose mean square is below this have alpha = 2^20 and are multiplied by 2^64, exactly, so
-# that no part of ``quotient`` is subnormal.
-TINY_MEAN = tl.constexpr(2.0**-126)
-TINY = tl.constexpr(2.0**-60)
-LIFT = tl.constexpr(2.0**64)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def any_of(x):
-    """Whether any element of an int1 tensor is set: a scalar."""
-    return tl.max(tl.ravel(x.to(tl.int32)), 0) != 0
+def measured(z, SCALES: tl.constexpr, ROTATE: tl.constexpr, FUSE: tl.constexpr):
+    """Return the mean square of each block of z [L, G, J, V] if dual, y and max |y|.
+
+    ``ROTATE`` says whether to transform, ``FUSE`` is as in transform.py.
+    """
+    BLOCK: tl.constexpr = z.shape[0] * z.shape[2] * z.shape[3]
+    y = z
+    if ROTATE:
+        y = hadamard(z)
+    peak = block_peak(y)
+    mean = peak
+    if SCALES == "dual":
+        mean = block_sum_of_squares(z, FUSE) * (1.0 / BLOCK)
+    return mean, y, peak
 
 
 @triton.jit
 def emit(
-    z,
-    left,
+    mean,
+    y,
+    peak,
     e,
+    bound,
     payload,
     where,
     scale_base,
     index,
     count,
     valid,
+    STORE: tl.constexpr,
+    SCALES_ALIGNED: tl.constexpr,
     FORMAT: tl.constexpr,
+    BITS: tl.constexpr,
     LIMIT: tl.constexpr,
     TARGET: tl.constexpr,
     SCALES: tl.constexpr,
     ROTATE: tl.constexpr,
     SUMMED: tl.constexpr,
-    FUSE: tl.constexpr,
     MODE: tl.constexpr,
 ):
-    """Scale, rotate if asked to, quantise and store z * 2^(e - left), z * 2^-left pre-scaled.
+    """Scale, quantise and store what ``measured`` returned of z, the values being z * 2^e.
 
     Args:
-        z: FP32 [L, G, J, V].
-        left: int32 [L, G, 1, 1], the part of the pre-scaling that is still to be done; dual
-            scales only, 0 otherwise, and |left| <= 16.
+        mean: See ``measured``, [L, G, 1, 1].
+        y: FP32 [L, G, J, V].
+        peak: [L, G, 1, 1].
         e: int32 [L or 1, G, 1, 1].
+        bound: The largest alpha, a scalar.
         payload: Address of the tile's first code.
         where: Bytes from there, of each access [L, G, J].
         scale_base: Address of the payload's first scale.
         index: Number of each block in the payload, int64 [1, G, 1, 1].
         count: Blocks in the payload.
         valid: Which blocks exist [1, G, 1, 1].
-        FORMAT: Name of the code format, ``LIMIT`` its T, ``TARGET`` its M.
+        STORE: ``ACCESS`` of ``store_codes``.
+        SCALES_ALIGNED: Whether scales lie at multiples of their size.
+        FORMAT: Name of the code format, ``BITS`` its bits, ``LIMIT`` its T, ``TARGET`` its M.
+        BITS: See ``FORMAT``.
         LIMIT: See ``FORMAT``.
         TARGET: See ``FORMAT``.
         SCALES: ``dual``, ``merged_fp32`` or ``merged_bf16``.
-        ROTATE: Whether to transform.
+        ROTATE: Whether y was transformed, and is to be normalised.
         SUMMED: Whether z is a sum, so that cancellation may have left any magnitude.
-        FUSE: As in transform.py.
         MODE: As in arithmetic.py.
     """
-    L: tl.constexpr = z.shape[0]
-    G: tl.constexpr = z.shape[1]
-    BLOCK: tl.constexpr = L * z.shape[2] * z.shape[3]
+    L: tl.constexpr = y.shape[0]
+    G: tl.constexpr = y.shape[1]
+    BLOCK: tl.constexpr = L * y.shape[2] * y.shape[3]
     BF16: tl.constexpr = SCALES == "merged_bf16"
     DUAL: tl.constexpr = SCALES == "dual"
-    NORM: tl.constexpr = 1.0 if not ROTATE else BLOCK**-0.5
-    # 1/8 and 1/16 are exact, and no nonzero peak is so small that they could make it subnormal:
-    # then the peak is normalised, and the divisor instead of each element.
-    LATE: tl.constexpr = ROTATE and (BLOCK == 64 or BLOCK == 256)
-    lift = tl.full((L, G, 1, 1), 1.0, tl.float32)
+    NORM: tl.constexpr = BLOCK**-0.5 if ROTATE else 1.0
+    divisor = round_scale(peak * (NORM / LIMIT))
+    if SUMMED:
+        divisor = without_tiny(divisor)
     if DUAL:
-        total = block_sum_of_squares(z, FUSE)
-        mean = total * power_of_two(-2 * left) * (1.0 / BLOCK)
-        alpha = adaptive_scale(mean, TARGET)
-        if SUMMED:
-            lift = tl.where(mean < TINY_MEAN, LIFT, 1.0)
-        z = z * (alpha * power_of_two(-left) * lift)
-    if ROTATE:
-        z = hadamard(z)
-        if not LATE:
-            z = z * NORM
-    peak = block_peak(z)
-    if LATE:
-        peak = peak * NORM
-    if SUMMED or MODE == PORTABLE:
-        scale = tl.div_rn(peak * (1.0 / lift), tl.full(peak.shape, LIMIT, tl.float32))
+        alpha = adaptive_scale(mean, TARGET, bound)
+        scale = divisor * alpha
     else:
-        scale = quotient(peak, LIMIT, 1.0 / LIMIT)  # exact for each T and all mantissas
-    divisor = scale
-    if not DUAL:
-        scale = scale * power_of_two(e)
+        scale = divisor * power_of_two(e)
         if BF16:
             scale = round_to_bfloat16(scale)
         divisor = scale * power_of_two(-e)
-        if SUMMED:
-            lift = tl.where(divisor < TINY, LIFT, 1.0)
-            z = z * lift
     finite = is_finite(scale)
     usable = finite & (scale > 0)
-    divisor = tl.where(usable, divisor, 1.0) * lift
-    if LATE:
-        divisor = divisor * BLOCK**0.5
-    if MODE == PORTABLE:
-        q = tl.div_rn(z, tl.broadcast_to(divisor, z.shape))
-    else:
-        inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
-        q = quotient(z, divisor, inverse)
-    INTEGER: tl.constexpr = FORMAT != "e4m3" and FORMAT != "e5m2"
-    if SUMMED and DUAL and INTEGER:
-        # Only a subnormal scale is so inexact that a quotient could round to more than T.
-        if any_of(scale < SMALLEST_NORMAL):
-            q = clamp_to(q, LIMIT)
-    store_codes(payload, where, valid, q, usable, FORMAT, LIMIT, not DUAL, MODE)
+    inverse = tl.div_rn(tl.full(divisor.shape, NORM, tl.float32), divisor)
+    # Where codes are packed the smallest is made 0.
+    START: tl.constexpr = ROUNDER + (0 if BITS == 8 else 1 << (BITS - 1))
+    FLOATS: tl.constexpr = FORMAT == "e4m3" or FORMAT == "e5m2"
+    q = quantised(y, inverse, 0.0 if FLOATS else START)
+    if DUAL:
+        unusual = ~usable
+    else:  # a subnormal scale may be so inexact that a quotient rounds to more than T
+        unusual = ~(finite & (scale >= SMALLEST_NORMAL))
+    if any_of(unusual):
+        q = only_usable(q, usable, LIMIT, 0.0 if FLOATS else START)
+    store_codes(payload, where, valid, q, STORE, FORMAT, LIMIT, MODE)
     first = valid & (tl.arange(0, L)[:, None, None, None] == 0)
     spread = tl.broadcast_to(index, (L, G, 1, 1))
-    store_scale(scale_base, spread, first, scale, finite, BF16)
+    store_scale(scale_base, spread, first, scale, BF16, SCALES_ALIGNED)
     if DUAL:
-        alpha = tl.where(finite, alpha * power_of_two(-e), 1.0)
-        store_scale(scale_base + 4 * count, spread, first, alpha, alpha == alpha, False)
+        alpha = tl.where(usable, alpha * power_of_two(-e), 1.0)
+        store_scale(scale_base + 4 * count, spread, first, alpha, False, SCALES_ALIGNED)

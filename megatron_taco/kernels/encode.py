@@ -3,8 +3,14 @@
 import triton
 import triton.language as tl
 
-from megatron_taco.kernels.arithmetic import clamp_exponent, floor_exponent, power_of_two
-from megatron_taco.kernels.emit import any_of, emit
+from megatron_taco.kernels.arithmetic import (
+    MAX_ADAPTIVE_SCALE,
+    any_of,
+    clamp_exponent,
+    floor_exponent,
+    power_of_two,
+)
+from megatron_taco.kernels.emit import emit, measured
 from megatron_taco.kernels.tiles import (
     access_offsets,
     block_index,
@@ -12,7 +18,7 @@ from megatron_taco.kernels.tiles import (
     load_values,
     unpack_pairs,
 )
-from megatron_taco.kernels.transform import block_peak, peak_of_pairs
+from megatron_taco.kernels.transform import block_peak
 
 
 @triton.jit(do_not_specialize=["numel", "count", "x_units", "payload_units"])
@@ -27,10 +33,14 @@ def encode_kernel(
     PAYLOAD_UNIT: tl.constexpr,
     WHOLE: tl.constexpr,
     PAIRS: tl.constexpr,
+    STORE: tl.constexpr,
+    SCALES_ALIGNED: tl.constexpr,
     FORMAT: tl.constexpr,
     BITS: tl.constexpr,
     LIMIT: tl.constexpr,
     TARGET: tl.constexpr,
+    LOG_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
     ROTATE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -52,10 +62,15 @@ def encode_kernel(
         PAYLOAD_UNIT: Likewise.
         WHOLE: Whether ``numel`` is a multiple of ``BLOCK``.
         PAIRS: Whether ``x`` is BF16, ``WHOLE``, with rows at multiples of four bytes.
-        FORMAT: Name of the code format, ``BITS`` its bits, ``LIMIT`` its T, ``TARGET`` its M.
+        STORE: ``ACCESS`` of ``store_codes``.
+        SCALES_ALIGNED: Whether scales lie at multiples of their size.
+        FORMAT: Name of the code format, ``BITS`` its bits, ``LIMIT`` its T, ``TARGET`` its M,
+            ``LOG_LIMIT`` floor(log2 T), ``OFFSET`` as in settings.py.
         BITS: See ``FORMAT``.
         LIMIT: See ``FORMAT``.
         TARGET: See ``FORMAT``.
+        LOG_LIMIT: See ``FORMAT``.
+        OFFSET: See ``FORMAT``.
         SCALES: ``dual``, ``merged_fp32`` or ``merged_bf16``.
         ROTATE: Whether to transform.
         BLOCK: Elements of a block.
@@ -70,13 +85,24 @@ def encode_kernel(
     valid = index < count
     J: tl.constexpr = BLOCK // (L * V)
     source = x + row * x_units * X_UNIT + first * BLOCK
+    e = tl.zeros((L, G, 1, 1), tl.int32)
+    bound = 1.0 * MAX_ADAPTIVE_SCALE
     if PAIRS:
+        # Where all blocks are within 2^-32 .. 2^17, or zero, pre-scaling would change no bit of
+        # BF16 numbers, their sums and squares but those of exponents; max |y| is between max |x|
+        # and B times that.
         # Blocks beyond the last read the last instead: no masks, and they are not written.
         over = tl.maximum(index - (count - 1), 0)
         pairs = access_offsets(BLOCK // 2, L, G, J)[:, :, :, None] - over * (BLOCK // 2)
-        words = load_pairs(source, pairs, V)
-        peak = peak_of_pairs(words, MODE)
-        values = unpack_pairs(words)
+        values = unpack_pairs(load_pairs(source, pairs, V))
+        mean, y, peak = measured(values, SCALES, ROTATE, True)
+        plain = (peak == 0) | ((peak >= 2.0**-31 * BLOCK) & (peak <= 2.0**16))
+        if any_of(~plain):
+            values = unpack_pairs(load_pairs(source, pairs, V))
+            e = clamp_exponent(floor_exponent(block_peak(values)))
+            mean, y, peak = measured(values * power_of_two(-e), SCALES, ROTATE, True)
+        else:
+            bound = bound * 2.0**32
     else:
         elements = access_offsets(BLOCK, L, G, J)[:, :, :, None]
         elements += tl.arange(0, V)[None, None, None, :]
@@ -86,36 +112,30 @@ def encode_kernel(
             values = load_values(source, elements, elements >= 0, MODE)
         else:
             values = load_values(source, elements, elements < numel - first * BLOCK, MODE)
-        peak = block_peak(values)
-    e = clamp_exponent(floor_exponent(peak))
-    left = tl.zeros_like(e)
-    if SCALES == "dual" and PAIRS:
-        # Where all blocks are within 2^-16 .. 2^17, pre-scaling changes no BF16 number's bits but
-        # the exponent's, and is left to the one product with alpha.
-        if any_of((e > 16) | ((e < -16) & (peak > 0))):
-            values = values * power_of_two(-e)
-        else:
-            left = tl.where(peak > 0, e, 0)
-    else:
-        values = values * power_of_two(-e)
+        e = clamp_exponent(floor_exponent(block_peak(values)))
+        mean, y, peak = measured(values * power_of_two(-e), SCALES, ROTATE, False)
     CODES: tl.constexpr = BLOCK * BITS // 8
     target = payloads + row * payload_units * PAYLOAD_UNIT
     emit(
-        values,
-        left,
+        mean,
+        y,
+        peak,
         e,
+        bound,
         target + first * CODES,
         access_offsets(CODES, L, G, J),
         target + count.to(tl.int64) * CODES,
         index,
         count.to(tl.int64),
         valid,
+        STORE,
+        SCALES_ALIGNED,
         FORMAT,
+        BITS,
         LIMIT,
         TARGET,
         SCALES,
         ROTATE,
         False,
-        PAIRS,
         MODE,
     )

@@ -4,51 +4,24 @@ import triton
 import triton.language as tl
 
 from megatron_taco.kernels.arithmetic import (
+    MAX_ADAPTIVE_SCALE,
     clamp_exponent,
-    floor_exponent,
     power_of_two,
 )
 from megatron_taco.kernels.codes import load_codes, values_of
-from megatron_taco.kernels.emit import emit
+from megatron_taco.kernels.emit import emit, measured
+from megatron_taco.kernels.scales import load_scales, relative_scale, scale_exponent
 from megatron_taco.kernels.tiles import (
     access_offsets,
     block_index,
     interleave_last,
-    load_scale,
     split_last,
     store_values,
 )
 from megatron_taco.kernels.transform import hadamard
 
 # More payloads than this are summed in a loop: their codes would need too many registers.
-UNROLLED_FLOATS = tl.constexpr(8)
-UNROLLED_INTEGERS = tl.constexpr(4)
-
-
-@triton.jit
-def _scales(base, first, count, G: tl.constexpr, SCALES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Load the scales of a tile of one payload: s and alpha, or c and 1."""
-    scale = load_scale(base, first, count, G, SCALES == "merged_bf16", ALIGNED)
-    if SCALES == "dual":
-        return scale, load_scale(base + 4 * count, first, count, G, False, ALIGNED)
-    return scale, tl.full(scale.shape, 1.0, tl.float32)
-
-
-@triton.jit
-def _exponent(s, alpha, SCALES: tl.constexpr):
-    """Return the floor exponent of s / alpha or c, as scales.py takes it."""
-    if SCALES == "dual":
-        return floor_exponent(s) - floor_exponent(alpha)
-    return floor_exponent(s)
-
-
-@triton.jit
-def _relative(s, alpha, e, first, count, SCALES: tl.constexpr):
-    """Return s / alpha * 2^-e or c * 2^-e; alpha is 1 for blocks beyond the last."""
-    if SCALES == "dual":
-        valid = first + block_index(alpha.shape[1]) < count
-        return tl.div_rn(s, tl.where(valid, alpha, 1.0) * power_of_two(e))
-    return s * power_of_two(-e)
+UNROLLED = tl.constexpr(8)
 
 
 @triton.jit
@@ -64,6 +37,7 @@ def rotated_sum(
     FORMAT: tl.constexpr,
     BITS: tl.constexpr,
     LOG_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
     BLOCK: tl.constexpr,
     L: tl.constexpr,
@@ -73,6 +47,8 @@ def rotated_sum(
 ):
     """Return z, FP32 [L, G, J, V], and e, int32 [1, G, 1, 1]: the sum, rotated, is z * 2^e.
 
+    Products are exact (scales.py), so a fused multiply-add is a product and a sum.
+
     ``first`` is the tile's first block; other arguments as in encode.py and decode.py.
     """
     stride = payload_units.to(tl.int64) * PAYLOAD_UNIT
@@ -81,37 +57,53 @@ def rotated_sum(
     codes = payloads + first * CODES
     scale_base = payloads + count * CODES
     offsets = access_offsets(CODES, L, G, BLOCK // (L * V))
-    # -0 + x is x, also for x = -0; tl.full would make -0.0 a +0.
-    zero = tl.full((L, G, BLOCK // (L * V), V), -0x80000000, tl.int32)
-    z = zero.to(tl.float32, bitcast=True)
-    FLOATS: tl.constexpr = FORMAT == "e4m3" or FORMAT == "e5m2"
-    if (UNROLLED_FLOATS if FLOATS else UNROLLED_INTEGERS) >= RANKS:
+    if RANKS <= UNROLLED:
         # All loads first: what is in flight at a time decides the speed.
         raw = ()
         scales = ()
         for rank in tl.static_range(RANKS):
             raw += (load_codes(codes + rank * stride, offsets, valid, V, FORMAT, ACCESS),)
         for rank in tl.static_range(RANKS):
-            scales += (_scales(scale_base + rank * stride, first, count, G, SCALES, ALIGNED),)
-        e = _exponent(scales[0][0], scales[0][1], SCALES)
+            scales += (load_scales(scale_base + rank * stride, first, count, G, SCALES, ALIGNED),)
+        e = scale_exponent(scales[0][0], scales[0][1], SCALES)
         for rank in tl.static_range(1, RANKS):
-            e = tl.maximum(e, _exponent(scales[rank][0], scales[rank][1], SCALES))
+            e = tl.maximum(e, scale_exponent(scales[rank][0], scales[rank][1], SCALES))
         e = clamp_exponent(e + LOG_LIMIT)
+        relative = ()
         for rank in tl.static_range(RANKS):
-            relative = _relative(scales[rank][0], scales[rank][1], e, first, count, SCALES)
-            q = values_of(raw[rank][0], raw[rank][1], raw[rank][2], FORMAT, ACCESS, MODE)
-            z += q * relative
+            relative += (relative_scale(scales[rank][0], scales[rank][1], e, SCALES, MODE),)
+        z = values_of(raw[0][0], raw[0][1], raw[0][2], OFFSET, FORMAT, ACCESS, MODE)
+        if OFFSET:
+            total = relative[0]
+            for rank in tl.static_range(1, RANKS):
+                total += relative[rank]
+            start = tl.broadcast_to(total * -OFFSET, z.shape)
+            z = tl.fma(z, tl.broadcast_to(relative[0], z.shape), start)
+        else:
+            z = z * relative[0]
+        for rank in tl.static_range(1, RANKS):
+            q = values_of(raw[rank][0], raw[rank][1], raw[rank][2], OFFSET, FORMAT, ACCESS, MODE)
+            z = tl.fma(q, tl.broadcast_to(relative[rank], q.shape), z)
     else:
         e = tl.full((1, G, 1, 1), -1000, tl.int32)
         for rank in tl.range(0, RANKS):
-            s, alpha = _scales(scale_base + rank * stride, first, count, G, SCALES, ALIGNED)
-            e = tl.maximum(e, _exponent(s, alpha, SCALES))
+            s, alpha = load_scales(scale_base + rank * stride, first, count, G, SCALES, ALIGNED)
+            e = tl.maximum(e, scale_exponent(s, alpha, SCALES))
         e = clamp_exponent(e + LOG_LIMIT)
+        # -0 + x is x, also for x = -0; tl.full would make -0.0 a +0.
+        total = tl.full((1, G, 1, 1), -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+        if OFFSET:
+            for rank in tl.range(0, RANKS):
+                s, alpha = load_scales(scale_base + rank * stride, first, count, G, SCALES, ALIGNED)
+                total += relative_scale(s, alpha, e, SCALES, MODE)
+            total = total * -OFFSET
+        z = tl.broadcast_to(total, (L, G, BLOCK // (L * V), V))
         for rank in tl.range(0, RANKS):
-            s, alpha = _scales(scale_base + rank * stride, first, count, G, SCALES, ALIGNED)
+            s, alpha = load_scales(scale_base + rank * stride, first, count, G, SCALES, ALIGNED)
             a, b, c = load_codes(codes + rank * stride, offsets, valid, V, FORMAT, ACCESS)
-            relative = _relative(s, alpha, e, first, count, SCALES)
-            z += values_of(a, b, c, FORMAT, ACCESS, MODE) * relative
+            relative = relative_scale(s, alpha, e, SCALES, MODE)
+            q = values_of(a, b, c, OFFSET, FORMAT, ACCESS, MODE)
+            z = tl.fma(q, tl.broadcast_to(relative, q.shape), z)
     even, odd = split_last(z)
     z = interleave_last(even, odd)
     return z, e
@@ -127,12 +119,16 @@ def reduce_encode_kernel(
     PAYLOAD_UNIT: tl.constexpr,
     ALIGNED: tl.constexpr,
     ACCESS: tl.constexpr,
+    STORE: tl.constexpr,
+    SCALES_ALIGNED: tl.constexpr,
     FORMAT: tl.constexpr,
     BITS: tl.constexpr,
     LIMIT: tl.constexpr,
     TARGET: tl.constexpr,
     LOG_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
+    ROTATE: tl.constexpr,
     BLOCK: tl.constexpr,
     L: tl.constexpr,
     G: tl.constexpr,
@@ -157,6 +153,7 @@ def reduce_encode_kernel(
         FORMAT,
         BITS,
         LOG_LIMIT,
+        OFFSET,
         SCALES,
         BLOCK,
         L,
@@ -166,23 +163,28 @@ def reduce_encode_kernel(
     )
     index = first + block_index(G)
     CODES: tl.constexpr = BLOCK * BITS // 8
+    mean, y, peak = measured(z, SCALES, False, False)
     emit(
-        z,
-        tl.zeros_like(e),
+        mean,
+        y,
+        peak,
         e,
+        1.0 * MAX_ADAPTIVE_SCALE,
         out + first * CODES,
         access_offsets(CODES, L, G, BLOCK // (L * V)),
         out + count * CODES,
         index,
         count,
         index < count,
+        STORE,
+        SCALES_ALIGNED,
         FORMAT,
+        BITS,
         LIMIT,
         TARGET,
         SCALES,
         False,
         True,
-        False,
         MODE,
     )
 
@@ -201,7 +203,10 @@ def decode_sum_kernel(
     WHOLE: tl.constexpr,
     FORMAT: tl.constexpr,
     BITS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    TARGET: tl.constexpr,
     LOG_LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
     ROTATE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -210,7 +215,7 @@ def decode_sum_kernel(
     V: tl.constexpr,
     MODE: tl.constexpr,
 ):
-    """Sum G blocks of ``RANKS`` payloads to FP32 values (``Taco.decode_sum``).
+    """Sum G blocks of ``RANKS`` payloads to values (``Taco.decode_sum``).
 
     Arguments as in encode.py and decode.py.
     """
@@ -227,6 +232,7 @@ def decode_sum_kernel(
         FORMAT,
         BITS,
         LOG_LIMIT,
+        OFFSET,
         SCALES,
         BLOCK,
         L,
@@ -234,9 +240,10 @@ def decode_sum_kernel(
         V,
         MODE,
     )
+    NORM: tl.constexpr = BLOCK**-0.5 if ROTATE else 1.0
     if ROTATE:
-        x = hadamard(x) * BLOCK**-0.5
-    x = x * power_of_two(e)
+        x = hadamard(x)
+    x = x * (power_of_two(e) * NORM)
     elements = access_offsets(BLOCK, L, G, BLOCK // (L * V))[:, :, :, None]
     elements += tl.arange(0, V)[None, None, None, :]
     valid = first + block_index(G) < count

@@ -16,6 +16,7 @@ class Settings:
         scale_bytes: Bytes of all scales of a block.
         rotate: Whether blocks are transformed.
         block: Elements of a block.
+        offset: What is added to codes while payloads are summed.
     """
 
     format: str
@@ -26,6 +27,7 @@ class Settings:
     scale_bytes: int
     rotate: bool
     block: int
+    offset: int
 
     @property
     def log_limit(self) -> int:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from megatron_taco.kernels.arithmetic import CANONICAL_NAN, PORTABLE
+from megatron_taco.kernels.arithmetic import CANONICAL_NAN, PORTABLE, is_finite
 
 
 @triton.jit
@@ -145,20 +145,26 @@ def round_to_bfloat16(x):
 
 
 @triton.jit
-def store_scale(base, index, valid, scale, finite, BF16: tl.constexpr):
-    """Store ``scale``, or the canonical NaN where not ``finite``.
+def store_scale(base, index, valid, scale, BF16: tl.constexpr, ALIGNED: tl.constexpr):
+    """Store ``scale``; the canonical NaN where it is not finite.
 
     Args:
-        base: Address of the first scale, uint8, aligned.
+        base: Address of the first scale, uint8.
         index: int64 [1, G, 1, 1].
         valid: Whether to store.
         scale: FP32 [L, G, 1, 1], representable in BF16 if ``BF16``.
-        finite: As ``scale``.
         BF16: Whether a scale is BF16, else FP32.
+        ALIGNED: Whether ``base`` is a multiple of a scale's size; else bytes are written one by
+            one.
     """
-    bits = tl.where(finite, scale.to(tl.int32, bitcast=True), CANONICAL_NAN)
+    bits = tl.where(is_finite(scale), scale.to(tl.int32, bitcast=True), CANONICAL_NAN)
+    SIZE: tl.constexpr = 2 if BF16 else 4
     if BF16:
-        places = base.to(tl.pointer_type(tl.uint16)) + index
-        tl.store(places, (bits >> 16).to(tl.uint16), mask=valid)
+        bits >>= 16
+    if not ALIGNED:
+        for k in tl.static_range(SIZE):
+            tl.store(base + SIZE * index + k, (bits >> (8 * k)).to(tl.uint8), mask=valid)
+    elif BF16:
+        tl.store(base.to(tl.pointer_type(tl.uint16)) + index, bits.to(tl.uint16), mask=valid)
     else:
         tl.store(base.to(tl.pointer_type(tl.int32)) + index, bits, mask=valid)

@@ -14,8 +14,6 @@ The order of all operations is that of ``compressors/hadamard.py``, so the resul
 import triton
 import triton.language as tl
 
-from megatron_taco.kernels.arithmetic import FP8_CONVERSIONS
-
 
 @triton.jit
 def _pairs(x):
@@ -85,23 +83,25 @@ def hadamard(x):
 
 @triton.jit
 def block_sum_of_squares(x, FUSE: tl.constexpr):
-    """Return the sum of squares of each block of FP32 [L, G, J, V], pairs first: [L, G, 1, 1].
+    """Return the sum of squares of each block of FP32 [L, G, J, V], V >= 4: [L, G, 1, 1].
 
-    ``FUSE`` adds the square of one element to that of its neighbour in one operation, which is
-    exact where squares are: for numbers of twelve bits, as BF16 and FP16 are. (A square of a BF16
-    number below 2^-67 of the block's largest need not be; three nested ties would have to follow
+    ``FUSE`` adds a square to that of its neighbours in one operation, which changes nothing where
+    squares are exact: for numbers of twelve bits, as BF16 and FP16 are. (The square of a BF16
+    number below 2^-35 of the block's largest need not be; three nested ties would have to follow
     for that to reach the sum.)
     """
     L: tl.constexpr = x.shape[0]
     G: tl.constexpr = x.shape[1]
     J: tl.constexpr = x.shape[2]
     V: tl.constexpr = x.shape[3]
-    a, b = tl.split(tl.reshape(x, (L, G, J, V // 2, 2)))
+    even, odd = tl.split(tl.reshape(x, (L, G, J, V // 2, 2)))
+    a, c = tl.split(tl.reshape(even, (L, G, J, V // 4, 2)))
+    b, d = tl.split(tl.reshape(odd, (L, G, J, V // 4, 2)))
     if FUSE:
-        x = tl.fma(a, a, b * b)
+        x = tl.fma(d, d, tl.fma(c, c, tl.fma(b, b, a * a)))
     else:
-        x = a * a + b * b
-    for k in tl.static_range(1, 4):
+        x = a * a + b * b + c * c + d * d
+    for k in tl.static_range(2, 4):
         if (1 << k) < V:
             a, b = tl.split(tl.reshape(x, (L, G, J, V >> (k + 1), 2)))
             x = a + b
@@ -132,45 +132,4 @@ def block_peak(x):
         if (1 << k) < L:
             y = tl.reshape(x, (L >> (k + 1), 2, 1 << k, G))
             x = tl.reshape(_larger(y, _neighbour(y, 1)), (L, G))
-    return tl.reshape(x, (L, G, 1, 1))
-
-
-@triton.jit
-def _larger_pair(a, b):
-    """Return the larger magnitudes of two pairs of BF16 numbers, with signs of no meaning."""
-    return tl.inline_asm_elementwise(
-        "max.xorsign.abs.bf16x2 $0, $1, $2;",
-        "=r,r,r",
-        [a, b],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _larger_halves(a, b):
-    """As ``_larger_pair`` by the bits, for where that instruction is not."""
-    high = tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000)
-    return high | tl.maximum(a & 0x7FFF, b & 0x7FFF)
-
-
-@triton.jit
-def peak_of_pairs(words, MODE: tl.constexpr):
-    """Return max |x| of each block of pairs of BF16, int32 [L, G, J, V / 2]: FP32 [L, G, 1, 1].
-
-    What blocks with a NaN give depends on ``MODE``; only exponents of others count.
-    """
-    L: tl.constexpr = words.shape[0]
-    G: tl.constexpr = words.shape[1]
-    if MODE != FP8_CONVERSIONS:
-        x = tl.reduce(tl.reduce(words, 3, _larger_halves), 2, _larger_halves)
-    else:
-        x = tl.reduce(tl.reduce(words, 3, _larger_pair), 2, _larger_pair)
-    even = ((x & 0x7FFF) << 16).to(tl.float32, bitcast=True)
-    x = tl.maximum(even, (x & 0x7FFF0000).to(tl.float32, bitcast=True))
-    for k in tl.static_range(0, 5):
-        if (1 << k) < L:
-            y = tl.reshape(x, (L >> (k + 1), 2, 1 << k, G))
-            x = tl.reshape(tl.maximum(y, _neighbour(y, 1)), (L, G))
     return tl.reshape(x, (L, G, 1, 1))

@@ -7,21 +7,14 @@ or the loopback that its arguments ask for.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from megatron_taco.cli.lab_arguments import (
-    add_gpu_arguments,
-    add_link_arguments,
-    checked,
-    count,
-    gpu_mode,
-    microseconds,
-)
+from megatron_taco.cli.lab_arguments import checked, count, microseconds, words
+from megatron_taco.lab.bench_where import add_where_arguments, on_ranks, start
 from megatron_taco.lab.link import LabError
+from megatron_taco.lab.plot_file import plot_file
 from megatron_taco.lab.sizes import parse_sizes
 
 FORMATS: Final = ("e4m3", "e5m2", "int8", "int6", "int4")
@@ -47,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         what.add_argument(
             f"--{name}",
-            type=_words(allowed),
+            type=words(allowed),
             default=default,
             metavar="LIST",
             help=f"of {', '.join(allowed)} (default: {default})",
         )
     what.add_argument(
         "--rotation",
-        type=_words(ROTATIONS),
+        type=words(ROTATIONS),
         default=",".join(ROTATIONS),
         metavar="LIST",
         help=f"of {', '.join(ROTATIONS)}; if both, integer formats are rotated only (default: "
@@ -62,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--algorithms",
-        type=_words(ALGORITHMS),
+        type=words(ALGORITHMS),
         metavar="LIST",
         help=f"of {', '.join(ALGORITHMS)} (default: all that the ranks' nodes allow)",
     )
@@ -79,18 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="without traffic before each call, so that the link's bucket is full (default: 50ms)",
     )
     what.add_argument("--json", type=Path, metavar="FILE", help="also write all samples there")
-    where = parser.add_argument_group("where, unless torchrun or lab run started the ranks")
-    where.add_argument("--ranks", type=count, metavar="N", help="N ranks over loopback")
-    add_link_arguments(where)
-    where.add_argument("--lab", metavar="NAME", help="use the hosts of this lab, which is up")
-    where.add_argument("--ranks-per-host", type=count, default=1, metavar="K")
-    add_gpu_arguments(where)
+    what.add_argument("--plot", type=plot_file, metavar="FILE", help="draw a .png or .svg")
+    add_where_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; see :func:`megatron_taco.cli.bench.run` for the result."""
     try:
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if on_ranks():
             from megatron_taco.lab.collective_runs import measure
 
             return measure(args)
@@ -102,10 +91,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _start(args: argparse.Namespace) -> int:
     """Starts ranks that run this benchmark."""
-    from megatron_taco.cli.lab import in_lab
-    from megatron_taco.lab.launch import launch
-    from megatron_taco.lab.places import loopback_places
-
     command = [sys.executable, "-m", "megatron_taco.cli", "bench", "collectives"]
     for name in ("formats", "operations", "scales", "rotation", "algorithms"):
         if getattr(args, name) is not None:
@@ -116,29 +101,7 @@ def _start(args: argparse.Namespace) -> int:
     command += ["--repeats", str(args.repeats), "--silence", f"{args.silence}us"]
     if args.sizes is not None:
         command += ["--sizes", ",".join(map(str, args.sizes))]
-    if args.json is not None:
-        command += ["--json", str(args.json)]
-    in_link = args.hosts is not None or args.rate is not None or args.lab is not None
-    if args.ranks is not None:
-        if in_link:
-            raise LabError("--ranks is for loopback; hosts with a rate take --ranks-per-host")
-        return launch(command, loopback_places(args.ranks, gpus=gpu_mode(args)))
-    if not in_link:
-        raise LabError(
-            "no ranks: start it with torchrun or megatron-taco lab run, or name --hosts N --rate "
-            "RATE, --lab NAME or --ranks N"
-        )
-    return in_lab(args, command, quiet=True)
-
-
-def _words(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """Returns a type for argparse: a list of some of ``allowed``."""
-
-    def parse(text: str) -> list[str]:
-        words = [word.strip() for word in text.split(",")]
-        for word in words:
-            if word not in allowed:
-                raise ValueError(f"{word!r} is none of {', '.join(allowed)}")
-        return words
-
-    return checked(parse)
+    for name in ("json", "plot"):
+        if getattr(args, name) is not None:
+            command += [f"--{name}", str(getattr(args, name))]
+    return start(args, command)

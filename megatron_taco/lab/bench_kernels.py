@@ -1,8 +1,9 @@
-"""Speed of the TACO kernels: ``python -m megatron_taco.lab.bench_kernels``.
+"""``megatron-taco bench kernels``: the TACO kernels beside a copy in the same run.
 
 Each call is timed as one of many in a replayed CUDA graph, over input sets that together are
-larger than the L2 cache, beside a device-to-device copy of as many BF16 elements in the same run.
-A share is bytes read and written over that time, over the same of the copy.
+larger than the L2 cache. A share is bytes read and written over that time, over the same of a
+device-to-device copy of as many BF16 elements. Host time is that of a call that launches the same
+kernel on a tensor so small that the GPU keeps up.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
+
+from megatron_taco.cli.lab_arguments import checked, words
+from megatron_taco.lab.plot_file import plot_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_taco.compressors import Taco
 
-FORMATS = ("e4m3", "e5m2", "int8", "int6", "int4")
+FORMATS: Final = ("e4m3", "e5m2", "int8", "int6", "int4")
+SCALES: Final = ("dual", "merged_fp32", "merged_bf16")
 CALLS = 8  # of a graph
 REPLAYS = 25
 INPUT_SETS = 3
+SMALL = 2**16  # elements where host time is measured
+HOST_CALLS = 300
+FRACTION = 8  # of the elements, for plain torch
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class Row:
         gigabytes_per_second: Median.
         high: Ninetieth percentile.
         share: Median over that of the copy.
+        host_microseconds: Of the host, a call.
     """
 
     name: str
@@ -50,6 +60,7 @@ class Row:
     gigabytes_per_second: float
     high: float
     share: float
+    host_microseconds: float
 
 
 def parse_elements(text: str) -> int:
@@ -61,10 +72,38 @@ def parse_elements(text: str) -> int:
     match = re.fullmatch(r"([0-9]+)(Ki|Mi|Gi)?", text)
     if match is None or int(match[1]) < 1:
         raise ValueError(
-            f"elements is {text!r}, allowed is a positive number with or without "
-            "Ki, Mi or Gi, for example 64Mi"
+            f"{text!r} is not a positive number with or without Ki, Mi or Gi, for example 64Mi"
         )
     return int(match[1]) * {None: 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}[match[2]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``bench kernels``."""
+    parser.add_argument(
+        "--elements",
+        type=checked(parse_elements),
+        default=parse_elements("64Mi"),
+        metavar="N",
+        help="of a BF16 tensor, for example 64Mi (the default)",
+    )
+    parser.add_argument(
+        "--formats",
+        type=words(FORMATS),
+        default=list(FORMATS),
+        metavar="LIST",
+        help=f"of {', '.join(FORMATS)} (default: all)",
+    )
+    parser.add_argument("--block", type=int, default=256, choices=(32, 64, 128, 256, 512))
+    parser.add_argument("--scales", default="dual", choices=SCALES)
+    parser.add_argument(
+        "--ranks",
+        type=words(("1", "2", "4", "8", "16")),
+        default=["2", "4", "8"],
+        metavar="LIST",
+        help="payloads of the sums (default: 2,4,8)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser.add_argument("--plot", type=plot_file, metavar="FILE", help="draw a .png or .svg")
 
 
 def time_calls(call: Callable[[Tensor], object], inputs: Sequence[Tensor]) -> list[float]:
@@ -88,7 +127,25 @@ def time_calls(call: Callable[[Tensor], object], inputs: Sequence[Tensor]) -> li
     return seconds[2:]
 
 
-def row(name: str, form: str, size: int, seconds: list[float], copy: float | None) -> Row:
+def host_time(call: Callable[[Tensor], object], small: Tensor) -> float:
+    """Return the median over three of the host's seconds for one of ``HOST_CALLS`` calls."""
+    import torch
+
+    call(small)
+    seconds = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = perf_counter()
+        for _ in range(HOST_CALLS):
+            call(small)
+        seconds.append((perf_counter() - start) / HOST_CALLS)
+    torch.cuda.synchronize()
+    return median(seconds)
+
+
+def row(
+    name: str, form: str, size: int, seconds: list[float], copy: float | None, host: float
+) -> Row:
     """Summarise calls that move ``size`` bytes; ``copy`` is the copy's gigabytes per second."""
     rates = sorted(size / s / 1e9 for s in seconds)
     middle = median(rates)
@@ -101,122 +158,139 @@ def row(name: str, form: str, size: int, seconds: list[float], copy: float | Non
         middle,
         rates[-1 - tenth],
         middle / (copy or middle),
+        host * 1e6,
     )
 
 
 def measure(taco: Taco, elements: int, ranks: Sequence[int], copy: float, label: str) -> list[Row]:
-    """Time each operation of ``taco`` on BF16 tensors of ``elements`` elements.
+    """Time each operation of ``taco`` on BF16 tensors of ``elements`` elements, into given ones.
 
-    Sums are of ``ranks`` payloads of as many elements each, or fewer where they would not fit.
+    Sums are of ``ranks`` payloads of as many elements each.
     """
     import torch
 
     device = torch.device("cuda")
+    bf16 = torch.bfloat16
     size = taco.payload_bytes(elements)
-    values = [
-        torch.randn(1, elements, device=device, dtype=torch.bfloat16) for _ in range(INPUT_SETS)
-    ]
+    few = taco.payload_bytes(SMALL)
+    value_room = torch.empty(elements, device=device, dtype=bf16)
+    byte_room = torch.empty(size, device=device, dtype=torch.uint8)
+    rows: list[Row] = []
+
+    def add(
+        name: str,
+        moved: int,
+        call: Callable[[Tensor, int], object],
+        inputs: Sequence[Tensor],
+        small: Tensor,
+    ) -> None:
+        seconds = time_calls(lambda x: call(x, elements), inputs)
+        host = host_time(lambda x: call(x, SMALL), small)
+        rows.append(row(label + name, taco.format, moved, seconds, copy, host))
+
+    def encode(x: Tensor, numel: int) -> object:
+        out = byte_room[: size if numel == elements else few]
+        return taco.encode_rows(x, out.unsqueeze(0))
+
+    def decode(p: Tensor, numel: int) -> object:
+        return taco.decode_rows(p, numel, bf16, value_room[:numel].unsqueeze(0))
+
+    def reduce_encode(p: Tensor, numel: int) -> object:
+        return taco.reduce_encode(p, numel, byte_room[: size if numel == elements else few])
+
+    def decode_sum(p: Tensor, numel: int) -> object:
+        return taco.decode_sum(p, numel, value_room[:numel])
+
+    values = [torch.randn(1, elements, device=device, dtype=bf16) for _ in range(INPUT_SETS)]
+    small = torch.randn(max(ranks), SMALL, device=device, dtype=bf16)
+    add("encode", 2 * elements + size, encode, values, small[:1])
     payloads = [taco.encode_rows(x) for x in values]
-    moved = 2 * elements + size
-    rows = [
-        row(f"{label}encode", taco.format, moved, time_calls(taco.encode_rows, values), copy),
-        row(
-            f"{label}decode",
-            taco.format,
-            moved,
-            time_calls(lambda p: taco.decode_rows(p, elements, torch.bfloat16), payloads),
-            copy,
-        ),
-    ]
+    few_payloads = taco.encode_rows(small)
+    add("decode", 2 * elements + size, decode, payloads, few_payloads[:1])
+    del payloads
     for count in ranks:
         stacks = [
-            taco.encode_rows(torch.randn(count, elements, device=device, dtype=torch.bfloat16))
-            for _ in range(2)
+            torch.cat([taco.encode_rows(values[(k + j) % INPUT_SETS]) for k in range(count)])
+            for j in range(2)
         ]
-        seconds = time_calls(lambda p: taco.reduce_encode(p, elements), stacks)
-        name = f"{label}reduce_encode of {count}"
-        rows.append(row(name, taco.format, (count + 1) * size, seconds, copy))
-    seconds = time_calls(lambda p: taco.decode_sum(p, elements), [stacks[0]])
-    moved = ranks[-1] * size + 4 * elements
-    rows.append(row(f"{label}decode_sum of {ranks[-1]}", taco.format, moved, seconds, copy))
+        few_stack = few_payloads[:count]
+        add(f"reduce_encode of {count}", (count + 1) * size, reduce_encode, stacks, few_stack)
+        add(f"decode_sum of {count}", count * size + 2 * elements, decode_sum, stacks, few_stack)
+        del stacks
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
-        "| call | format | µs | GB/s | 10% .. 90% | share of copy |",
-        "|---|---|---|---|---|---|",
+        "| call | format | µs | GB/s | 10% .. 90% | share of copy | host µs |",
+        "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         lines.append(
             f"| {r.name} | {r.format} | {r.microseconds:.1f} | {r.gigabytes_per_second:.0f} | "
-            f"{r.low:.0f} .. {r.high:.0f} | {r.share:.1%} |"
+            f"{r.low:.0f} .. {r.high:.0f} | {r.share:.1%} | {r.host_microseconds:.1f} |"
         )
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 2 if it cannot."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_taco.lab.bench_kernels", description="Speed of the TACO kernels."
-    )
-    parser.add_argument("--elements", default="64Mi", help="of a tensor, for example 64Mi")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
-    parser.add_argument("--block", type=int, default=256, choices=(32, 64, 128, 256, 512))
-    parser.add_argument("--scales", default="dual", choices=("dual", "merged_fp32", "merged_bf16"))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="payloads of sums")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    options = parser.parse_args(arguments)
-
+def run(args: argparse.Namespace) -> int:
+    """Runs the benchmark; see :func:`megatron_taco.cli.bench.run` for the result."""
     import torch
 
     from megatron_taco.compressors import Taco
     from megatron_taco.compressors.dispatch import ALL_KERNELS, kernels_on
 
     os.environ[ALL_KERNELS] = "1"
-
-    try:
-        elements = parse_elements(options.elements)
-        gpu = torch.device("cuda", 0)
-        if not torch.cuda.is_available() or kernels_on(gpu, "e4m3", "dual") is None:
-            raise ValueError("the kernels need a CUDA device of compute capability 8.0 and Triton")
-    except ValueError as error:
-        print(f"bench_kernels: {error}", file=sys.stderr)
+    if not torch.cuda.is_available() or kernels_on(torch.device("cuda", 0), "e4m3", "dual") is None:
+        print(
+            "megatron-taco bench kernels: the kernels need a CUDA device of compute capability 8.0 "
+            "or newer and Triton; none was found",
+            file=sys.stderr,
+        )
         return 2
 
     import triton
 
+    ranks = [int(count) for count in args.ranks]
     sources = [
-        torch.randn(elements, device="cuda", dtype=torch.bfloat16) for _ in range(INPUT_SETS)
+        torch.randn(args.elements, device="cuda", dtype=torch.bfloat16) for _ in range(INPUT_SETS)
     ]
     target = torch.empty_like(sources[0])
-    rows = [row("copy", "-", 4 * elements, time_calls(target.copy_, sources), None)]
+    few = target[:SMALL]
+    host = host_time(few.copy_, sources[0][:SMALL])
+    rows = [row("copy", "-", 4 * args.elements, time_calls(target.copy_, sources), None, host)]
     copy = rows[0].gigabytes_per_second
     del sources, target
-    for form in options.formats:
-        taco = Taco(form, options.block, "hadamard", options.scales)
-        rows += measure(taco, elements, options.ranks, copy, "")
+    for form in args.formats:
+        taco = Taco(form, args.block, "hadamard", args.scales)
+        rows += measure(taco, args.elements, ranks, copy, "")
         torch.cuda.empty_cache()
-    plain = Taco(options.formats[0], options.block, "hadamard", options.scales).reference()
-    rows += measure(plain, elements // 8, options.ranks[:1], copy, "plain torch, 1/8 the size: ")
+    form = args.formats[0]
+    unrotated = Taco(form, args.block, "none", args.scales)
+    rows += measure(unrotated, args.elements, ranks[:1], copy, "no rotation: ")
+    plain = Taco(form, args.block, "hadamard", args.scales).reference()
+    fraction = max(args.elements // FRACTION, 1)
+    rows += measure(plain, fraction, ranks[:1], copy, f"plain torch, 1/{FRACTION} the size: ")
     facts = {
+        "benchmark": "kernels",
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
-        "elements": elements,
-        "block": options.block,
-        "scales": options.scales,
+        "elements": args.elements,
+        "block": args.block,
+        "scales": args.scales,
         "calls_a_graph": CALLS,
         "replays": REPLAYS,
     }
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     print(table(rows))
-    if options.json:
-        options.json.write_text(json.dumps({**facts, "rows": [asdict(r) for r in rows]}, indent=1))
+    report = {**facts, "rows": [asdict(r) for r in rows]}
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        from megatron_taco.lab import plots
+
+        plots.draw(report, args.plot)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

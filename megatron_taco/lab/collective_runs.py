@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_taco.collectives import NodeGroups, Topology
-from megatron_taco.lab import link_check
+from megatron_taco.lab import link_check, plots
 from megatron_taco.lab.collective_cases import Case, cases, compressors
 from megatron_taco.lab.link import LabError, RankLink
 from megatron_taco.lab.timing import Timer, process_group
@@ -110,9 +110,11 @@ def measure(args: argparse.Namespace) -> int:
             if place is not None:
                 link_check.show(place, checks)
             _show(rows, about, place, usable)
+            report = _report(rows, about, place, checks, usable)
             if args.json is not None:
-                report = _report(rows, about, place, checks, usable)
                 args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            if args.plot is not None:
+                plots.draw(report, args.plot)
         rank = group.rank()
     return 1 if rank == 0 and not usable else 0
 

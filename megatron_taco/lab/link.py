@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from megatron_taco.lab.rates import format_rate
 
@@ -111,7 +112,11 @@ class RankLink:
         text = os.environ.get(LINK_VARIABLE)
         if not text:
             return None
-        data = json.loads(text)
+        return cls.of(json.loads(text))
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Self:
+        """Returns it from its fields, as a report holds them."""
         return cls(**{**data, "link": Link(**data["link"])})
 
     def crossing(self, size: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_taco.config.megatron_section import whole
-from megatron_taco.patching import pipeline_conflicts
+from megatron_taco.patching import data_conflicts, pipeline_conflicts
 
 if TYPE_CHECKING:
     from megatron_taco.config import Config
@@ -87,15 +87,11 @@ def check(config: Config) -> list[str]:
     Returns:
         `LOCATION: KEY: found; why; what to change`, in a fixed order.
     """
-    return _tensor_parallel(config) + pipeline_conflicts.check(config)
-
-
-def _tensor_parallel(config: Config) -> list[str]:
+    found = data_conflicts.check(config) + pipeline_conflicts.check(config)
     tensor = config.compression.tensor_parallel
     if tensor.mode == "off":
-        return []
+        return found
     megatron: Mapping[str, Any] = config.megatron
-    found: list[str] = []
 
     def refuse(key: str, text: str) -> None:
         found.append(f"{config.where(key)}: {key}: {text}")

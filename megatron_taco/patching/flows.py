@@ -20,7 +20,7 @@ def problems(
     *,
     check_compressed: bool,
     min_bytes: int,
-    owner: str = "compression.tensor_parallel",
+    section: str = "compression.tensor_parallel",
 ) -> list[str]:
     """What is wrong with the flows seen so far, one sentence each.
 
@@ -29,13 +29,13 @@ def problems(
         expected: flows that must have happened.
         check_compressed: whether they must have been compressed as well.
         min_bytes: the threshold in force, for the message.
-        owner: section of the configuration that the flows belong to.
+        section: the configuration's section that turned the roles on.
     """
     by_flow = {total.flow: total for total in totals}
     found = []
     for flow in expected:
         total = by_flow.get(flow)
-        where = f"{owner}: role {flow.role} ({flow.collective})"
+        where = f"{section}: role {flow.role} ({flow.collective})"
         if total is None or not total.seen:
             found.append(
                 f"{where} is on but was seen on no rank: the model does not communicate through "
@@ -47,7 +47,7 @@ def problems(
                 f"{where} was seen {total.seen:,} times and never compressed: its largest message "
                 f"is {format_bytes(total.largest)} ({total.largest} bytes), below "
                 f"min_bytes {format_bytes(min_bytes)} ({min_bytes} bytes); lower "
-                f"{owner}.min_bytes or turn the role off"
+                f"{section}.min_bytes or turn the role off"
             )
     return found
 
@@ -56,25 +56,29 @@ class FlowCheck:
     """Checks the flows once enough steps have run; every rank calls it alike.
 
     Args:
-        owner: section of the configuration that the flows belong to.
         totals: gives the counts over all ranks (a collective call).
         expected: flows that must happen.
         start_step: first step, counted from 0, that is compressed.
         min_bytes: the threshold in force.
+        section: the configuration's section that turned the roles on.
+        after_updates: whether the flows follow an update of the weights, so that a step which
+            Megatron skips (a loss scale too high) does not count.
         plain_passes: whether a flow may be compressed nowhere, as under ``auto``.
     """
 
     def __init__(
         self,
         *,
-        owner: str = "compression.tensor_parallel",
         totals: Callable[[], list[FlowTotal]],
         expected: Sequence[Flow],
         start_step: int,
         min_bytes: int,
         plain_passes: bool,
+        section: str = "compression.tensor_parallel",
+        after_updates: bool = False,
     ) -> None:
-        self._owner = owner
+        self._section = section
+        self._after_updates = after_updates
         self._totals = totals
         self._expected = expected
         self._start_step = start_step
@@ -85,9 +89,14 @@ class FlowCheck:
         self._seen_checked = False
         self._done = False
 
-    def step_done(self, step: int) -> None:
-        """Note an executed step, counted from 0; raises :class:`FlowCheckError` on a problem."""
-        if self._done:
+    def step_done(self, step: int, *, skipped: bool = False) -> None:
+        """Note an executed step; raises :class:`FlowCheckError` on a problem.
+
+        Args:
+            step: the step, counted from 0.
+            skipped: whether it left the weights as they were; the same on all ranks.
+        """
+        if self._done or (skipped and self._after_updates):
             return
         self._executed += 1
         self._compressing += step >= self._start_step
@@ -109,7 +118,7 @@ class FlowCheck:
             self._expected,
             check_compressed=check_compressed and not self._plain_passes,
             min_bytes=self._min_bytes,
-            owner=self._owner,
+            section=self._section,
         )
         if found:
             raise FlowCheckError("\n".join(found))

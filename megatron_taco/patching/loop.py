@@ -18,6 +18,8 @@ from megatron_taco.telemetry.reporter import Reporter
 
 OWNER = "telemetry"
 _LOSS = "lm loss"
+_SKIPPED = 1
+"""Where in the result of ``train_step`` it says that the step was skipped."""
 
 Hit = Callable[[], None]
 StepListener = Callable[[int], None]
@@ -30,7 +32,7 @@ class LoopHooks:
         reporter: gets step times, step figures and evaluation losses.
         begin_step: called with the step, counted from 0, before each training step.
         begin_evaluation: called with the steps done before each evaluation.
-        checks: told about each executed step.
+        checks: told about each executed step; None where nothing is compressed.
     """
 
     def __init__(
@@ -38,12 +40,12 @@ class LoopHooks:
         reporter: Reporter,
         begin_step: StepListener,
         begin_evaluation: StepListener,
-        checks: Sequence[FlowCheck],
+        checks: Sequence[FlowCheck | None],
     ) -> None:
         self._reporter = reporter
         self._begin_step = begin_step
         self._begin_evaluation = begin_evaluation
-        self._checks = tuple(checks)
+        self._checks = [check for check in checks if check is not None]
         self._label = "validation"
         self._iteration = 0
 
@@ -59,7 +61,7 @@ class LoopHooks:
             result = original(*args, **kwargs)
             self._reporter.add_step_time(time.perf_counter() - start)
             for check in self._checks:
-                check.step_done(step)
+                check.step_done(step, skipped=bool(result[_SKIPPED]))
             return result
 
         return train_step

@@ -10,7 +10,7 @@ import torch
 from megatron_taco.collectives.policy import Fact
 from megatron_taco.config.tensor_parallel import TensorParallel
 
-_NOT_OF_A_POLICY = frozenset({"mode", "start_step"})
+_NOT_OF_A_POLICY = frozenset({"mode", "start_step", "forward_chunks"})
 _SIZES = (
     "world_size",
     "tensor_model_parallel_size",

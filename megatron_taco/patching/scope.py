@@ -39,6 +39,10 @@ class Scope(threading.local):
     kind: Kind | None = None
     roles: Mapping[str, Pass] | None = None
 
+    def role_of_a(self, tensor: Pass) -> str | None:
+        """The role of a tensor of that pass in the module that is running, or None in none."""
+        return None if self.kind is None else role_of(self.kind, tensor)
+
     def role(self, collective: str) -> str | None:
         """The role of a collective issued now, or None when it is not one of ours."""
         if self.kind is None or self.roles is None or collective not in self.roles:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Config
-from megatron_taco.patching import pipeline, tensor
+from megatron_taco.patching import data_flows, tensor
+from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
-from megatron_taco.patching.loop import LoopHooks
+from megatron_taco.patching.loop import LoopHooks, StepListener
 from megatron_taco.patching.model_init import TARGET as MODEL_INIT
 from megatron_taco.patching.model_init import Listener, ModelInit
+from megatron_taco.patching.pipeline_session import (
+    pipeline_checks,
+    pipeline_flows,
+    pipeline_hooks,
+)
 from megatron_taco.patching.preparation import Preparation
 from megatron_taco.patching.registry import Applied, Registry
 from megatron_taco.telemetry.counters import Counters, Flow
 from megatron_taco.telemetry.reporter import Reporter
 
 
-def tensor_parallel_router(config: Config, counters: Counters) -> Router:
+def tensor_parallel_router(
+    config: Config, counters: Counters, router_type: type[Router] = Router
+) -> Router:
     """The router of the tensor-parallel axis from ``compression.tensor_parallel``."""
     settings = config.compression.tensor_parallel
     roles = {
@@ -28,7 +37,7 @@ def tensor_parallel_router(config: Config, counters: Counters) -> Router:
         "tp.embedding": settings.embedding,
         "tp.output_layer": settings.output_layer,
     }
-    return Router(
+    return router_type(
         compressor=compressors.build(settings.compressor, **settings.settings()),
         algorithm=settings.algorithm,
         roles=frozenset(role for role, on in roles.items() if on),
@@ -48,6 +57,10 @@ class Session:
         log_interval: steps between two reports.
         sequence_parallel: whether activations are split over the sequence.
         learned_positions: whether positions are embedded.
+        distributed_optimizer: whether gradients are reduce-scattered and weights gathered.
+        router_type: what routes the collectives; a program that measures brings its own.
+        step_listeners: called with the step, counted from 0, before each training step, once the
+            session has prepared it.
         policy_file: where rank 0 keeps the policy of ``auto``, or None.
         stages: pipeline-parallel size.
     """
@@ -61,21 +74,19 @@ class Session:
         log_interval: int,
         sequence_parallel: bool,
         learned_positions: bool,
+        distributed_optimizer: bool,
+        router_type: type[Router] = Router,
+        step_listeners: Sequence[StepListener] = (),
         policy_file: Path | None = None,
         stages: int = 1,
     ) -> None:
         settings = config.compression.tensor_parallel
-        boundaries = config.compression.pipeline_parallel
         compressing = settings.enabled
-        self.counters = Counters(
-            [
-                *(tensor.all_flows() if compressing else []),
-                *(pipeline.all_flows() if boundaries.enabled else []),
-            ]
-        )
-        self.boundaries: pipeline.PipelineHooks | None = None
-        if boundaries.enabled:
-            self.boundaries = pipeline.PipelineHooks(boundaries, self.counters)
+        flows = tensor.all_flows() if compressing else []
+        flows += data_flows.all_flows() if config.compression.data_parallel.enabled else []
+        flows += pipeline_flows(config)
+        self.counters = Counters(flows)
+        self.boundaries = pipeline_hooks(config, self.counters)
         self.reporter = Reporter(
             counters=self.counters,
             stream=stream,
@@ -83,28 +94,27 @@ class Session:
             log_interval=log_interval,
             extra=None if self.boundaries is None else self.boundaries.figures,
         )
+        if self.boundaries is not None:
+            self.boundaries.note = self._note_angles
         self._applied: Applied | None = None
         self._registry: Registry | None = None
         self.router: Router | None = None
-        self.checks: list[FlowCheck] = []
+        self.check: FlowCheck | None = None
         self._preparation: Preparation | None = None
         if compressing:
-            router = tensor_parallel_router(config, self.counters)
+            router = tensor_parallel_router(config, self.counters, router_type)
             self.router = router
             expected = tensor.expected_flows(
                 sequence_parallel=sequence_parallel,
                 learned_positions=learned_positions,
                 router=router,
             )
-            self.checks.append(
-                FlowCheck(
-                    owner=tensor.OWNER,
-                    totals=self.reporter.totals,
-                    expected=expected,
-                    start_step=router.start_step,
-                    min_bytes=router.min_bytes,
-                    plain_passes=settings.mode == "auto",
-                )
+            self.check = FlowCheck(
+                totals=self.reporter.totals,
+                expected=expected,
+                start_step=router.start_step,
+                min_bytes=router.min_bytes,
+                plain_passes=settings.mode == "auto",
             )
             self._preparation = Preparation(
                 router=router,
@@ -115,19 +125,18 @@ class Session:
                 say=self.reporter.say,
                 show=self.reporter.show,
             )
-        if self.boundaries is not None:
-            self.boundaries.note = self._note_angles
-            self.checks.append(
-                FlowCheck(
-                    owner=pipeline.OWNER,
-                    totals=self.reporter.totals,
-                    expected=pipeline.expected_flows(boundaries, stages),
-                    start_step=0,
-                    min_bytes=0,
-                    plain_passes=True,
-                )
+        self.data_parallel = data_parallel_hooks(config, self.counters)
+        self.axis_checks = pipeline_checks(config, totals=self.reporter.totals, stages=stages)
+        if self.data_parallel is not None:
+            self.axis_checks += data_parallel_checks(
+                self.data_parallel,
+                config,
+                totals=self.reporter.totals,
+                distributed_optimizer=distributed_optimizer,
             )
         self.current_step: int | None = None
+        self._step_listeners = tuple(step_listeners)
+        self._forward_chunks = config.compression.tensor_parallel.forward_chunks
         self._error_every = config.telemetry.error_every
 
     def _note_angles(self, angles: dict[str, dict[str, float]]) -> None:
@@ -140,9 +149,15 @@ class Session:
                 self.reporter.resumed(step)
             self._prepare()
         self.current_step = step + 1
+        sampling = bool(self._error_every) and step % self._error_every == 0
         if self.router is not None:
             self.router.step = step
-            self.router.sampling = bool(self._error_every) and step % self._error_every == 0
+            self.router.sampling = sampling
+        if self.data_parallel is not None:
+            self.data_parallel.step = step
+            self.data_parallel.sampling = sampling
+        for listener in self._step_listeners:
+            listener(step)
 
     def _begin_evaluation(self, done: int) -> None:
         self._prepare()
@@ -159,11 +174,11 @@ class Session:
     def _check_model_is_known(self) -> None:
         """Without its name the output layer would be taken for a hidden layer and compressed."""
         registry = self._registry
-        on = [tensor.OWNER] if self.router is not None else []
-        on += [pipeline.OWNER] if self.boundaries is not None else []
-        if on and registry and not registry.hits.get(MODEL_INIT):
+        sections = ["compression.tensor_parallel"] if self.router is not None else []
+        sections += ["compression.pipeline_parallel"] if self.boundaries is not None else []
+        if sections and registry and not registry.hits.get(MODEL_INIT):
             raise FlowCheckError(
-                f"{', '.join(on)}: no GPTModel was built after compression was "
+                f"{', '.join(sections)}: no GPTModel was built after compression was "
                 "installed; install it before the model is built (only Megatron's GPTModel is "
                 "supported)"
             )
@@ -172,24 +187,26 @@ class Session:
         """Claim and apply all hooks; raises a ``PatchError`` before anything is changed."""
         listeners: list[Listener] = []
         if self.router is not None:
-            hooks = tensor.TensorParallelHooks(self.router)
-            hooks.claim(registry)
-            listeners.append(hooks.model_built)
+            tensor.TensorParallelHooks(self.router, self._forward_chunks).claim(registry)
+            listeners.append(tensor.TensorParallelHooks.model_built)
         if self.boundaries is not None:
             self.boundaries.claim(registry)
             listeners.append(self.boundaries.model_built)
         if listeners:
             ModelInit(listeners).claim(registry)
-        LoopHooks(self.reporter, self._begin_step, self._begin_evaluation, self.checks).claim(
-            registry
-        )
+        if self.data_parallel is not None:
+            self.data_parallel.claim(registry)
+        LoopHooks(
+            self.reporter, self._begin_step, self._begin_evaluation, (self.check, *self.axis_checks)
+        ).claim(registry)
         self._registry = registry
         self._applied = registry.apply()
 
     def finish(self) -> None:
         """After training: the checks a short run still owes, and the end table (all ranks)."""
-        for check in self.checks:
-            check.finish()
+        for check in (self.check, *self.axis_checks):
+            if check is not None:
+                check.finish()
         if self.boundaries is not None:
             self.boundaries.finish()
         self.reporter.finish()

@@ -9,50 +9,10 @@ refused before anything changes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from megatron_taco.patching.data_targets import DATA_TARGETS
+from megatron_taco.patching.target import SUPPORTED, Axis, Target
 
-Axis = Literal["tensor", "pipeline", "data", "telemetry", "startup"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """One replaceable attribute of Megatron-LM.
-
-    Attributes:
-        name: Our name for it, `<axis>.<what>`.
-        module: Dotted module that holds the attribute.
-        attribute: Dotted path inside that module: a global, or `Class.method`.
-        versions: PEP 440 specifier of the megatron-core versions it is known in.
-        depends_on: Dotted objects of `module` whose source is fingerprinted because the wrapper
-            relies on them; empty means `attribute` itself.
-        parameters: Parameter names which the target must have; empty means unchecked.
-        axis: What the target belongs to.
-        why: One line for people, shown by `megatron-taco doctor`.
-    """
-
-    name: str
-    module: str
-    attribute: str
-    versions: str
-    depends_on: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    axis: Axis
-    why: str
-
-    @property
-    def path(self) -> str:
-        """The dotted place in Megatron: `module.attribute`."""
-        return f"{self.module}.{self.attribute}"
-
-    @property
-    def fingerprinted(self) -> tuple[str, ...]:
-        """The dotted objects of `module` whose source must be a known one."""
-        return self.depends_on or (self.attribute,)
-
-
-SUPPORTED = ">=0.18,<0.20"
-"""The megatron-core versions all targets are known in."""
+__all__ = ["SUPPORTED", "TARGETS", "Axis", "Target", "get"]
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -87,9 +47,13 @@ TARGETS: tuple[Target, ...] = (
         module=_LAYERS,
         attribute="torch",
         versions=SUPPORTED,
-        depends_on=(f"{_LINEAR}.backward", "LinearWithFrozenWeight.backward"),
+        depends_on=(
+            f"{_LINEAR}.forward",
+            f"{_LINEAR}.backward",
+            "LinearWithFrozenWeight.backward",
+        ),
         axis="tensor",
-        why="all-reduce of a column linear's input gradient (torch.distributed.all_reduce)",
+        why="a linear's all-reduce of its input gradient, and its product where that is chunked",
     ),
     Target(
         name="tensor.mappings.all_gather",
@@ -350,6 +314,7 @@ TARGETS: tuple[Target, ...] = (
         axis="startup",
         why="the wheel has helpers_cpp prebuilt and no Makefile, and Megatron would exit",
     ),
+    *DATA_TARGETS,
 )
 
 _BY_NAME = {target.name: target for target in TARGETS}

@@ -17,6 +17,7 @@ the original untouched.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_taco.collectives.router import Router
+from megatron_taco.patching.overlap import ForwardOverlap
 from megatron_taco.patching.overlay import Overlay
 from megatron_taco.patching.registry import Registry
 from megatron_taco.patching.scope import Kind, Pass, Scope
@@ -101,14 +103,22 @@ def all_flows() -> list[Flow]:
 
 
 class TensorParallelHooks:
-    """Claims every target of the tensor-parallel seam for one router."""
+    """Claims every target of the tensor-parallel seam for one router.
 
-    def __init__(self, router: Router) -> None:
+    Args:
+        router: sends the collectives.
+        forward_chunks: chunks in which a linear's product is made and sent; 1 leaves it whole.
+    """
+
+    def __init__(self, router: Router, forward_chunks: int = 1) -> None:
         self.router = router
         self.scope = Scope()
         self._group: dist.ProcessGroup | None = None
+        self._overlap: ForwardOverlap | None = None
+        if forward_chunks > 1:
+            self._overlap = ForwardOverlap(router, self.scope, forward_chunks, self._ours)
 
-    def _ours(self, tensor: torch.Tensor, op: Any, group: Any) -> bool:
+    def _ours(self, tensor: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> bool:
         if self._group is None:
             from megatron.core import parallel_state
 
@@ -132,18 +142,26 @@ class TensorParallelHooks:
                 return original(tensor, op=op, group=group, async_op=async_op)
 
             role = self.scope.role("all_reduce")
-            if role is None or not self._ours(tensor, op, group):
+            if role is None or not self._ours(tensor, group, op):
                 return plain()
             hit()
+            if self._overlap is not None and self._overlap.finish_all_reduce(tensor):
+                return None
             return self.router.all_reduce(role, tensor, group, async_op, plain)
 
         return all_reduce
 
     def _torch(self, original: Any, hit: Hit) -> Any:
-        """A ``torch`` whose ``distributed.all_reduce`` is routed; all else is the original's."""
+        """A ``torch`` whose ``distributed.all_reduce`` is routed; all else is the original's.
+
+        With forward overlap its ``matmul`` is ours as well.
+        """
         distributed = original.distributed
         routed = self._all_reduce(lambda *a, **k: distributed.all_reduce(*a, **k), hit)
-        return Overlay(original, distributed=Overlay(distributed, all_reduce=routed))
+        names: dict[str, Any] = {"distributed": Overlay(distributed, all_reduce=routed)}
+        if self._overlap is not None:
+            names["matmul"] = self._overlap.matmul(original.matmul)
+        return Overlay(original, **names)
 
     def _all_gather(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -157,9 +175,12 @@ class TensorParallelHooks:
                 return original(output_tensor, input_tensor, group=group, async_op=async_op)
 
             role = self.scope.role("all_gather")
-            if role is None or not self._ours(input_tensor, dist.ReduceOp.SUM, group):
+            if role is None or not self._ours(input_tensor, group):
                 return plain()
             hit()
+            overlap = None if async_op else self._overlap
+            if overlap is not None and overlap.begin_all_gather(output_tensor, input_tensor, group):
+                return None
             return self.router.all_gather(role, output_tensor, input_tensor, group, async_op, plain)
 
         return all_gather_into_tensor
@@ -177,9 +198,11 @@ class TensorParallelHooks:
                 return original(output, input, op=op, group=group, async_op=async_op)
 
             role = self.scope.role("reduce_scatter")
-            if role is None or not self._ours(input, op, group):
+            if role is None or not self._ours(input, group, op):
                 return plain()
             hit()
+            if self._overlap is not None and self._overlap.finish_reduce_scatter(output, input):
+                return None
             return self.router.reduce_scatter(role, output, input, group, async_op, plain)
 
         return reduce_scatter_tensor
@@ -215,8 +238,17 @@ class TensorParallelHooks:
 
         return subclass
 
-    def _module(self, kind: Kind) -> Callable[[Callable[..., Any], Hit], Callable[..., Any]]:
-        """Wrap a module's ``forward`` so that the kind of module is known while it runs."""
+    def _module(
+        self,
+        kind: Kind,
+        overlapped: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None,
+    ) -> Callable[[Callable[..., Any], Hit], Callable[..., Any]]:
+        """Wrap a module's ``forward`` so that the kind of module is known while it runs.
+
+        Args:
+            kind: the kind, where the module was not given another.
+            overlapped: the context, given the module, in which it runs overlapped.
+        """
         scope = self.scope
 
         def wrap(original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
@@ -224,7 +256,10 @@ class TensorParallelHooks:
             def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
                 hit()
                 with scope.module(getattr(self, _KIND, kind)):
-                    return original(self, *args, **kwargs)
+                    if overlapped is None:
+                        return original(self, *args, **kwargs)
+                    with overlapped(self):
+                        return original(self, *args, **kwargs)
 
             return forward
 
@@ -239,6 +274,7 @@ class TensorParallelHooks:
 
     def claim(self, registry: Registry) -> None:
         """Claim all targets; nothing is replaced until the registry is applied."""
+        overlap = self._overlap
         claims: dict[str, Callable[[Any, Hit], Any]] = {
             "tensor.layers.all_gather": self._all_gather,
             "tensor.layers.reduce_scatter": self._reduce_scatter,
@@ -246,8 +282,8 @@ class TensorParallelHooks:
             "tensor.mappings.all_gather": self._all_gather,
             "tensor.mappings.reduce_scatter": self._reduce_scatter,
             "tensor.mappings.torch": self._torch,
-            "tensor.column_forward": self._module("linear"),
-            "tensor.row_forward": self._module("linear"),
+            "tensor.column_forward": self._module("linear", overlap.column if overlap else None),
+            "tensor.row_forward": self._module("linear", overlap.row if overlap else None),
             "tensor.embedding_forward": self._module("embedding"),
         }
         for name, roles in _FUNCTIONS.items():

@@ -50,7 +50,8 @@ def environment(config: Config, device: Device) -> dict[str, str]:
     """Return the environment variables that a run needs, to be set before torch is used.
 
     CUDA_DEVICE_MAX_CONNECTIONS=1 is what Megatron's validation asks for with tensor or context
-    parallelism before the Blackwell generation. TorchDynamo compiles nothing on a CPU.
+    parallelism before the Blackwell generation; 8 was no faster (docs/results/forward-overlap.md).
+    TorchDynamo compiles nothing on a CPU.
     """
     variables = {}
     fsdp = config.megatron.get("use_megatron_fsdp") or config.megatron.get("use_torch_fsdp2")

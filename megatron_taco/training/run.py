@@ -8,7 +8,7 @@ import io
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -27,18 +27,26 @@ if TYPE_CHECKING:
 OK, FAILED, USER_ERROR = 0, 1, 2
 
 
-def run(path: str, overrides: Sequence[str], *, check_only: bool = False) -> int:
+def run(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    check_only: bool = False,
+    make_session: Callable[..., Session] | None = None,
+) -> int:
     """Train as ``path`` says; returns the exit code.
 
     Args:
         path: the YAML file.
         overrides: ``dotted.key=value`` strings.
         check_only: stop after Megatron's own parser has accepted the configuration.
+        make_session: makes the session from the arguments of :class:`Session`, by default that
+            class; for programs that measure.
     """
     launched = started_by_launcher()
     ranks = ranks_from_environment()
     try:
-        this = _Run(load(path, overrides), ranks, sys.stdout)
+        this = _Run(load(path, overrides), ranks, sys.stdout, make_session)
         return this.check(launched=launched) if check_only else this.execute()
     except ConfigError as error:
         return _complain(ranks, error, USER_ERROR)
@@ -55,10 +63,17 @@ def _complain(ranks: Ranks, error: BaseException, code: int) -> int:
 class _Run:
     """The steps of a run, in order; each is a method."""
 
-    def __init__(self, config: Config, ranks: Ranks, console: IO[str]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        console: IO[str],
+        make_session: Callable[..., Session] | None,
+    ) -> None:
         self.config = config
         self.ranks = ranks
         self.console = console
+        self.make_session = make_session
         self.folder = RunFolder(config.run.folder)
         self.session: Session | None = None
         self.data_digest: str | None = None
@@ -139,10 +154,13 @@ class _Run:
 
     def _parse(self, device: Device) -> argparse.Namespace:
         """Megatron's validated arguments; its own parser and rules decide, then the data's."""
+        from megatron_taco.patching import data_conflicts
         from megatron_taco.training import data_checks, megatron_args
 
         args = megatron_args.parse(self.config, device=device, embedded=self._embedded_data())
         self._refuse_conflicts()
+        if alone := data_conflicts.check_size(self.config, args.data_parallel_size):
+            raise ConfigError(alone)
         problems = data_checks.check(self.config, args)
         if problems:
             raise ConfigError(problems)
@@ -223,13 +241,14 @@ class _Run:
 
         set_global_variables(args)
         repair(registry)
-        session = Session(
+        session = (self.make_session or Session)(
             self.config,
             stream=self.console,
             metrics=self.folder.metrics,
             log_interval=args.log_interval,
             sequence_parallel=args.sequence_parallel,
             learned_positions=args.position_embedding_type == "learned_absolute",
+            distributed_optimizer=args.use_distributed_optimizer,
             policy_file=self.folder.policy,
             stages=args.pipeline_model_parallel_size,
         )

@@ -5,8 +5,10 @@ k, k + n, k + 2n ... are checked. tests/gpu/test_kernels_gpu.py imports it.
 """
 
 import itertools
+import math
 import sys
 import warnings
+from functools import partial
 
 import torch
 
@@ -62,6 +64,12 @@ def unaligned(payloads: torch.Tensor, shift: int, gap: int) -> torch.Tensor:
     return view
 
 
+def room(shift: int, *shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Return a contiguous tensor ``shift`` elements behind an aligned address, of rubbish."""
+    memory = torch.full((shift + math.prod(shape),), 77, dtype=dtype, device=device)
+    return memory[shift:].view(shape)
+
+
 def check(taco: Taco, dtype: torch.dtype, numel: int, device: str) -> list[str]:
     """Return what differs between kernels on ``device`` and torch on the CPU, by name."""
     torch_only = taco.reference()
@@ -69,24 +77,42 @@ def check(taco: Taco, dtype: torch.dtype, numel: int, device: str) -> list[str]:
     wide = torch.zeros(3, numel + 5, dtype=dtype, device=device)
     wide[:, :numel] = x
     payloads = torch_only.encode_rows(x)
+    size = payloads.shape[1]
     opposites = torch_only.encode_rows(torch.stack((x[1], -x[1])))
     values = torch_only.decode_rows(payloads, numel, dtype)
+    total = torch_only.decode_sum(payloads, numel)
+    reduced = torch_only.reduce_encode(payloads, numel)
     there = payloads.to(device)
     odd = unaligned(there, 1, 2)
     many = payloads[[0, 2, 1, 2, 0, 2, 2, 1, 2]]
+    shift = 1 if numel % 2 else 4
+    bytes_ = partial(room, dtype=torch.uint8, device=device)
+    into = partial(room, dtype=dtype, device=device)
     pairs = {
         "encode": (payloads, taco.encode_rows(x.to(device))),
         "encode, wide rows": (payloads, taco.encode_rows(wide[:, :numel])),
-        "decode": (values, taco.decode_rows(there, numel, dtype)),
-        "decode, odd address": (values, taco.decode_rows(odd, numel, dtype)),
-        "decode_sum": (torch_only.decode_sum(payloads, numel), taco.decode_sum(there, numel)),
-        "reduce_encode": (
-            torch_only.reduce_encode(payloads, numel),
-            taco.reduce_encode(there, numel),
+        "encode, odd address": (
+            payloads,
+            taco.encode_rows(x.to(device), bytes_(shift, 3, size)),
         ),
+        "decode": (values, taco.decode_rows(there, numel, dtype)),
+        "decode, odd address": (
+            values,
+            taco.decode_rows(odd, numel, dtype, into(shift, 3, numel)),
+        ),
+        "decode_sum": (total, taco.decode_sum(there, numel)),
+        "decode_sum, rounded": (
+            total.to(dtype),
+            taco.decode_sum(there, numel, into(0, numel)),
+        ),
+        "decode_sum, odd address": (
+            total.to(dtype),
+            taco.decode_sum(odd, numel, into(shift, numel)),
+        ),
+        "reduce_encode": (reduced, taco.reduce_encode(there, numel)),
         "reduce_encode, odd address": (
-            torch_only.reduce_encode(payloads, numel),
-            taco.reduce_encode(odd, numel),
+            reduced,
+            taco.reduce_encode(odd, numel, bytes_(shift, size)),
         ),
         "reduce_encode of opposites": (
             torch_only.reduce_encode(opposites, numel),

@@ -155,7 +155,7 @@ def test_bad_settings_are_refused_by_name(settings, message):
 
 
 def test_an_unknown_compressor_is_refused():
-    with pytest.raises(ValueError, match="compressor is 'tacos', allowed are taco"):
+    with pytest.raises(ValueError, match="compressor is 'tacos', allowed are block_integer, taco"):
         build("tacos")
 
 
@@ -183,3 +183,43 @@ def test_bad_tensors_are_refused_with_what_was_found():
             method(good.unsqueeze(0)[:0], 40)
     with pytest.raises(ValueError, match="numel is -1"):
         taco.payload_bytes(-1)
+
+
+@pytest.mark.parametrize(("form", "scales"), ARMS)
+def test_results_go_where_they_are_asked_to(form, scales):
+    taco = Taco(form, 32, scales=scales)
+    x = torch.randn(2, 70, generator=torch.Generator().manual_seed(5))
+    payloads = taco.encode_rows(x)
+    size = payloads.shape[1]
+    for shift in (0, 1, 4):  # any address
+        room = torch.zeros(shift + 2 * size, dtype=torch.uint8)[shift:]
+        assert taco.encode_rows(x, room.view(2, size)).data_ptr() == room.data_ptr()
+        assert torch.equal(room.view(2, size), payloads)
+        one = room[:size]
+        assert taco.reduce_encode(payloads, 70, one).data_ptr() == one.data_ptr()
+        assert torch.equal(one, taco.reduce_encode(payloads, 70))
+        for dtype in DTYPES:
+            values = torch.zeros(shift + 140, dtype=dtype)[shift:].view(2, 70)
+            taco.decode_rows(payloads, 70, dtype, values)
+            assert torch.equal(values, taco.decode_rows(payloads, 70, dtype))
+            taco.decode_sum(payloads, 70, values[0])
+            assert torch.equal(values[0], taco.decode_sum(payloads, 70).to(dtype))
+
+
+def test_a_wrong_place_for_results_is_refused():
+    taco = Taco(block=32)
+    x = torch.ones(2, 64)
+    payloads = taco.encode_rows(x)
+    size = payloads.shape[1]
+    with pytest.raises(TypeError, match=r"out is torch.int8.* on cpu, allowed are torch.uint8"):
+        taco.encode_rows(x, torch.zeros(2, size, dtype=torch.int8))
+    with pytest.raises(ValueError, match=r"expected contiguous \[2, \d+\] on cpu"):
+        taco.encode_rows(x, torch.zeros(2, size + 1, dtype=torch.uint8)[:, :size])
+    with pytest.raises(ValueError, match=r"expected contiguous \[64\] on cpu"):
+        taco.decode_sum(payloads, 64, torch.zeros(65))
+    with pytest.raises(TypeError, match=r"allowed are torch\.float32, torch\.bfloat16"):
+        taco.decode_sum(payloads, 64, torch.zeros(64, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"allowed are torch.bfloat16"):
+        taco.decode_rows(payloads, 64, torch.bfloat16, torch.zeros(2, 64))
+    with pytest.raises(ValueError, match="on meta"):
+        taco.reduce_encode(payloads, 64, torch.zeros(size, dtype=torch.uint8, device="meta"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_taco.compressors import Taco
+from megatron_taco.compressors.scales import round_scale as round_scale_of_torch
 from megatron_taco.compressors.scales import square_root
 
 F = np.float32
@@ -66,7 +67,7 @@ def pack(form: str, codes: list[int]) -> bytes:
 
 
 def hadamard(x: np.ndarray) -> np.ndarray:
-    """Return the orthonormal transform of FP32 [B] by butterflies in place."""
+    """Return the transform of FP32 [B] by butterflies, not normalised."""
     x = x.copy()
     h = 1
     while h < len(x):
@@ -74,12 +75,18 @@ def hadamard(x: np.ndarray) -> np.ndarray:
             for i in range(start, start + h):
                 x[i], x[i + h] = x[i] + x[i + h], x[i] - x[i + h]
         h *= 2
-    return x * F(1 / sqrt(len(x)))
+    return x
+
+
+def norm(block: int, rotate: bool) -> F:
+    """Return what the transform is yet to be multiplied by."""
+    return F(1 / sqrt(block)) if rotate else F(1)
 
 
 def mean_square(x: np.ndarray) -> F:
-    """Return the mean of squares of FP32 [B], summed pairwise."""
-    total = list(x * x)
+    """Return the mean of squares of FP32 [B]: four neighbours in order, then pairwise."""
+    a, b, c, d = (x * x).reshape(-1, 4).T
+    total = list(((a + b) + c) + d)
     while len(total) > 1:
         total = [total[i] + total[i + 1] for i in range(0, len(total), 2)]
     return total[0] / F(len(x))
@@ -96,6 +103,19 @@ def floor_exponent(x: F) -> int:
     return max(-100, min(126, int(np.frexp(x)[1]) - 1)) if x else -100
 
 
+def round_scale(x: F) -> F:
+    """Round a positive number to 17 significant bits, halves up."""
+    mantissa, exponent = np.frexp(np.float64(x))
+    return F(np.floor(mantissa * 2**17 + 0.5) * 2.0 ** (int(exponent) - 17))
+
+
+def relative(wire: list[F], e: int) -> F:
+    """Return a block's merged scale times 2^-e, as decoding takes it."""
+    if len(wire) == 2:
+        return round_scale(wire[0] / (wire[1] * F(2.0**e)))
+    return round_scale(wire[0] * F(2.0**-e))
+
+
 def scale_exponent(wire: list[F]) -> int:
     """Return floor(log2) of a merged scale, or the difference of those of dual scales."""
     exponents = [int(np.frexp(w)[1]) - 1 if w else -127 for w in wire]
@@ -105,19 +125,25 @@ def scale_exponent(wire: list[F]) -> int:
 def encode_block(taco: Taco, z: np.ndarray, e: int, rotate: bool) -> tuple[list[int], list[F]]:
     """Return the codes and wire scales of z * 2^e, z FP32 [B]."""
     limit = F(LIMITS[taco.format])
-    if taco.scales == "dual":
-        target = F(448.0) if taco.format == "e4m3" else limit
-        v = mean_square(z)
-        alpha = min(target / np.sqrt(v), F(2**20)) if v else F(2**20)
-        z = z * alpha
     y = hadamard(z) if rotate else z
-    s = np.abs(y).max() / limit
-    wire = [s, alpha * F(2.0**-e)] if taco.scales == "dual" else [s * F(2.0**e)]
-    if taco.scales == "merged_bf16":
-        wire[0] = bf16(wire[0])
-    divisor = s if taco.scales == "dual" else wire[0] * F(2.0**-e)
-    codes = [to_code(taco.format, value / divisor) if divisor else 0 for value in y]
-    return codes, wire
+    ratio = (1 / sqrt(len(z)) if rotate else 1) / LIMITS[taco.format]
+    s = round_scale(np.abs(y).max() * F(ratio))
+    if taco.scales == "dual":
+        v = mean_square(z)
+        alpha = min(limit / np.sqrt(v), F(2**21)) if v else F(1)
+        wire = [s * alpha, alpha * F(2.0**-e) if s else F(1)]
+        divisor = s
+    else:
+        wire = [s * F(2.0**e)]
+        if taco.scales == "merged_bf16":
+            wire[0] = bf16(wire[0])
+        divisor = wire[0] * F(2.0**-e)
+    if not divisor:
+        return [0] * len(y), wire
+    inverse = norm(len(z), rotate) / divisor
+    if taco.format in TABLES:
+        return [to_code(taco.format, value * inverse) for value in y], wire
+    return [to_code(taco.format, np.float64(value) * np.float64(inverse)) for value in y], wire
 
 
 def assemble(taco: Taco, blocks: list[tuple[list[int], list[F]]]) -> bytes:
@@ -158,6 +184,14 @@ def test_the_square_root_is_correctly_rounded_whatever_the_length():
     assert torch.equal(square_root(x[:3]), expected[:3])
 
 
+def test_a_scale_has_17_bits_and_the_sign_of_a_nan_does_not_matter():
+    """Vectorised maxima of torch give the NaN of all ones, which is -1 as an integer."""
+    bits = torch.tensor([-1, 0x7FFFFFFF, -0x400000, 0x7FC00000], dtype=torch.int32)
+    assert round_scale_of_torch(bits.view(torch.float32)).isnan().all()
+    x = torch.tensor([1 + 2.0**-17, 1 + 2.0**-17 - 2.0**-23, 0.0, float("inf")])
+    assert round_scale_of_torch(x).tolist() == [1 + 2.0**-16, 1.0, 0.0, float("inf")]
+
+
 ARMS = [
     pytest.param(form, block, rotation, scales, id=f"{form}-{block}-{rotation}-{scales}")
     for form in LIMITS
@@ -182,13 +216,11 @@ def test_decoding_is_that_of_the_definition(form, block, rotation, scales):
     expected = []
     for codes, wire in encode(taco, x.numpy()):
         q = np.array([from_code(form, code) for code in codes], F)
-        shift = 0
-        if scales != "dual":
-            largest = int(np.log2(LIMITS[form]))
-            shift = max(-100, min(126, int(np.frexp(wire[0])[1]) - 1 + largest))
-        y = q * (wire[0] * F(2.0**-shift))
-        y = hadamard(y) if rotation == "hadamard" else y
-        expected.append(y / wire[1] if scales == "dual" else y * F(2.0**shift))
+        e = max(-100, min(126, scale_exponent(wire) + int(np.log2(LIMITS[form]))))
+        e = e if e < -60 else 0
+        rotate = rotation == "hadamard"
+        y = hadamard(q) if rotate else q
+        expected.append(y * (relative(wire, e) * norm(block, rotate)) * F(2.0**e))
     decoded = taco.decode(taco.encode(x), x.shape, torch.float32)
     assert torch.equal(decoded, torch.from_numpy(np.concatenate(expected)))
 
@@ -202,13 +234,13 @@ def test_reduction_is_that_of_the_definition(form, block, rotation, scales):
     for parts in zip(*ranks, strict=True):
         exponents = [scale_exponent(wire) for _, wire in parts]
         e = max(-100, min(126, max(exponents) + int(np.log2(LIMITS[form]))))
-        total = None
-        for codes, wire in parts:
-            ratio = wire[0] * F(2.0**-e)
-            if scales == "dual":
-                ratio = wire[0] / (wire[1] * F(2.0**e))
-            term = np.array([from_code(form, code) for code in codes], F) * ratio
-            total = term if total is None else total + term
+        ratios = [relative(wire, e) for _, wire in parts]
+        terms = [np.array([from_code(form, code) for code in codes], F) for codes, _ in parts]
+        start = F(-0.0)
+        if form == "int4":
+            terms = [term + F(24) for term in terms]
+            start = F(-24) * (ratios[0] + ratios[1] + ratios[2])
+        total = start + terms[0] * ratios[0] + terms[1] * ratios[1] + terms[2] * ratios[2]
         blocks.append(encode_block(taco, total, e, rotate=False))
     payloads = taco.encode_rows(xs)
     reduced = taco.reduce_encode(payloads, xs.shape[1])

@@ -39,8 +39,9 @@ def test_transform_is_its_own_inverse_and_keeps_the_norm(block):
     assert torch.allclose(hadamard_(y), x, rtol=0, atol=3e-6)
 
 
-def test_sum_of_squares_is_pairwise_and_not_any_other_order():
-    x = torch.tensor([2.0**12, 1.0, 1.0, 1.0]).unsqueeze(1)
-    assert sum_of_squares(x).item() == 2.0**24 + 2  # (2^24 + 1 -> 2^24) + (1 + 1)
+def test_sum_of_squares_is_by_four_then_pairwise_and_in_no_other_order():
+    x = torch.tensor([2.0**12, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]).unsqueeze(1)
+    assert sum_of_squares(x).item() == 2.0**24 + 2  # ((2^24 + 1) + 1) + 1 -> 2^24, and 2
+    assert sum_of_squares(x.flip(0)).item() == 2.0**24 + 6  # 2, and 3 + 2^24 -> 2^24 + 4
     y = torch.randn(256, 7, generator=torch.Generator().manual_seed(2))
     assert torch.allclose(sum_of_squares(y).double(), y.double().square().sum(0), rtol=1e-6)

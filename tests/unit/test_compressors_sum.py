@@ -74,7 +74,8 @@ def test_the_rotated_sum_gives_the_codes_of_inverse_sum_forward(form, scales, wo
     in_time = decoded.double().sum(0).view(-1, 256) @ sylvester(256) / 16
     assert relative_error(in_time.t(), exact_sum) < 1e-6
     (ours, our_scale), (theirs, their_scale) = read(reduced[None]), read(via_time[None])
-    assert torch.allclose(our_scale, their_scale, rtol=2.0**-8 if "bf16" in scales else 1e-6)
+    # FP32 scales have 17 bits, BF16 scales 8, and may be rounded either way.
+    assert torch.allclose(our_scale, their_scale, rtol=2.0**-7 if "bf16" in scales else 2.0**-16)
     same_scale = (our_scale / their_scale - 1).abs() < 1e-6
     assert same_scale.float().mean() > 0.98
     exact, ours, theirs = ((x * same_scale).view(-1) for x in (exact_sum / our_scale, ours, theirs))

@@ -80,8 +80,8 @@ CASES = {
     ),
     "no axis yet": (
         GOOD + "compression:\n  pipeline_parallel: {}",
-        "x.yaml:4: compression.pipeline_parallel: unknown key; allowed: tensor_parallel "
-        "(nearest: tensor_parallel)",
+        "x.yaml:4: compression.pipeline_parallel: unknown key; allowed: tensor_parallel, "
+        "data_parallel (nearest: tensor_parallel)",
     ),
     "clips without dual scales": (
         tensor_parallel("{published_clips: true, scales: merged_bf16}"),
@@ -92,6 +92,15 @@ CASES = {
         tensor_parallel("{published_clips: true, format: int8}"),
         f"{TP}.published_clips: true needs one of the formats e4m3, e5m2, but format is int8; "
         "set format: e4m3 or published_clips: false",
+    ),
+    "too many chunks": (
+        tensor_parallel("forward_chunks: 17"),
+        f"{TP}.forward_chunks: 17 is out of range; allowed: at most 16",
+    ),
+    "chunks of nothing": (
+        tensor_parallel("{mode: on, forward: false, forward_chunks: 4}"),
+        f"{TP}.forward_chunks: 4 sends compressed activations in parts, but forward and "
+        "output_layer are false; set forward: true or forward_chunks: 1",
     ),
     "nothing to compress": (
         tensor_parallel("{mode: on, forward: false, backward: false}"),

@@ -129,15 +129,17 @@ def test_apply_replaces_the_targets_alone_and_undo_restores_every_object() -> No
 
 def test_only_the_named_modules_see_another_torch(applied: Registry) -> None:
     import torch
-    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
+    from megatron.core.optimizer import clip_grads
     from megatron.core.tensor_parallel import cross_entropy, layers, mappings
 
-    assert isinstance(layers.torch, Proxy)
-    assert isinstance(mappings.torch, Proxy)
-    assert cross_entropy.torch is param_and_grad_buffer.torch is torch
-    scatter = param_and_grad_buffer.dist_reduce_scatter_func
-    assert scatter is torch.distributed.reduce_scatter_tensor
+    for module in (layers, mappings, param_and_grad_buffer):
+        assert isinstance(module.torch, Proxy)
+    for module in (cross_entropy, distributed_data_parallel, clip_grads):
+        assert module.torch is torch
+    scatter = torch.distributed.reduce_scatter_tensor
     assert layers.dist_reduce_scatter_func is not scatter
+    assert param_and_grad_buffer.dist_reduce_scatter_func is not scatter
 
 
 def test_megatron_looks_the_replacement_up_at_call_time() -> None:

@@ -1,0 +1,167 @@
+"""Combinations of Megatron features and data-parallel compression that are refused, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_taco.config.megatron_section import whole
+
+if TYPE_CHECKING:
+    from megatron_taco.config import Config
+
+_MODE = "compression.data_parallel.mode"
+_WEIGHTS = "compression.data_parallel.weights.compressor"
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """A Megatron argument that does not go with compressed gradients or weights."""
+
+    key: str
+    refuses: Callable[[Any], bool]
+    reason: str
+    change: str
+
+
+def _is_on(value: Any) -> bool:
+    return value is True
+
+
+def _is_set(value: Any) -> bool:
+    return value not in (None, False, "none")
+
+
+_FSDP = "its gradient and weight traffic is other code, which no target of ours reaches"
+_GRAPH = "a captured graph freezes the choice and the count of compressed collectives"
+_RULES = (
+    _Rule("use_megatron_fsdp", _is_on, _FSDP, "set megatron.use_megatron_fsdp: false"),
+    _Rule("use_custom_fsdp", _is_on, _FSDP, "remove megatron.use_custom_fsdp"),
+    _Rule("use_torch_fsdp2", _is_on, _FSDP, "set megatron.use_torch_fsdp2: false"),
+    _Rule(
+        "reduce_scatter_with_fp32_accumulation",
+        _is_on,
+        "it takes the place that ours needs, and compressed sums are made in FP32 anyway",
+        "set megatron.reduce_scatter_with_fp32_accumulation: false",
+    ),
+    _Rule(
+        "num_distributed_optimizer_instances",
+        lambda value: (whole(value) or 1) > 1,
+        "gradients are then reduced a second time, on another group and stream",
+        "set megatron.num_distributed_optimizer_instances: 1",
+    ),
+    _Rule(
+        "optimizer",
+        lambda value: value == "dist_muon",
+        "the layer-wise optimiser gathers weights by its own code",
+        "choose another megatron.optimizer",
+    ),
+    _Rule("cuda_graph_impl", _is_set, _GRAPH, "set megatron.cuda_graph_impl: none"),
+    _Rule("enable_cuda_graph", _is_on, _GRAPH, "remove megatron.enable_cuda_graph"),
+    _Rule("external_cuda_graph", _is_on, _GRAPH, "remove megatron.external_cuda_graph"),
+)
+_NOT_MASTERS = "master weights are then not where differences are made from"
+_WEIGHT_RULES = (
+    _Rule(
+        "use_precision_aware_optimizer",
+        _is_on,
+        _NOT_MASTERS,
+        "set megatron.use_precision_aware_optimizer: false",
+    ),
+    _Rule(
+        "optimizer_cpu_offload", _is_on, _NOT_MASTERS, "set megatron.optimizer_cpu_offload: false"
+    ),
+    _Rule(
+        "fp8_param_gather",
+        _is_on,
+        "weights are gathered in FP8 already",
+        "set megatron.fp8_param_gather: false",
+    ),
+    _Rule(
+        "fp4_param_gather",
+        _is_on,
+        "weights are gathered in FP4 already",
+        "set megatron.fp4_param_gather: false",
+    ),
+    _Rule(
+        "overlap_param_gather_with_optimizer_step",
+        _is_on,
+        "a gather would start before all differences have been made",
+        "set megatron.overlap_param_gather_with_optimizer_step: false",
+    ),
+)
+
+
+def check(config: Config) -> list[str]:
+    """Return why data-parallel compression cannot run, one message a reason; empty if it can.
+
+    Args:
+        config: A loaded configuration; `megatron` and `compression.data_parallel` are read.
+
+    Returns:
+        `LOCATION: KEY: found; why; what to change`, in a fixed order.
+    """
+    if not config.compression.data_parallel.enabled:
+        return []
+    return [f"{config.where(key)}: {key}: {text}" for key, text in _reasons(config)]
+
+
+def _reasons(config: Config) -> Iterator[tuple[str, str]]:
+    settings = config.compression.data_parallel
+    megatron: Mapping[str, Any] = config.megatron
+    weights = settings.weights
+    yield from _refused(megatron, _RULES, f"{_MODE}: {settings.mode}", "compression off")
+    if megatron.get("optimizer") == "muon" and _is_on(megatron.get("use_distributed_optimizer")):
+        yield (
+            "megatron.optimizer",
+            f"muon with use_distributed_optimizer does not go with {_MODE}: {settings.mode}: the "
+            "layer-wise optimiser gathers weights by its own code; "
+            "set megatron.use_distributed_optimizer: false, or compression off",
+        )
+    if not weights.enabled:
+        return
+    found = f"{_WEIGHTS}: {weights.compressor}"
+    yield from _refused(megatron, _WEIGHT_RULES, found, "weights.compressor: none")
+    if not _is_on(megatron.get("use_distributed_optimizer")):
+        yield (
+            _WEIGHTS,
+            f"{weights.compressor} needs megatron.use_distributed_optimizer: true (without it no "
+            "weights are sent); set it, or weights.compressor: none",
+        )
+    if not (_is_on(megatron.get("bf16")) or _is_on(megatron.get("fp16"))):
+        yield (
+            _WEIGHTS,
+            f"{weights.compressor} needs megatron.bf16 or fp16: FP32 weights have no master "
+            "copies apart, and rounding them would be training on rounded ones; "
+            "set bf16: true, or weights.compressor: none",
+        )
+
+
+def _refused(
+    megatron: Mapping[str, Any], rules: tuple[_Rule, ...], found: str, otherwise: str
+) -> Iterator[tuple[str, str]]:
+    for rule in rules:
+        value = megatron.get(rule.key)
+        if rule.refuses(value):
+            shown = str(value).lower() if isinstance(value, bool) else str(value)
+            yield (
+                f"megatron.{rule.key}",
+                f"{shown} does not go with {found}: {rule.reason}; {rule.change}, or {otherwise}",
+            )
+
+
+def check_size(config: Config, data_parallel_size: int) -> list[str]:
+    """Return why a run of this many data-parallel ranks has nothing to compress, or nothing.
+
+    Args:
+        config: A loaded configuration.
+        data_parallel_size: As Megatron works it out from the number of ranks.
+    """
+    settings = config.compression.data_parallel
+    if not settings.enabled or data_parallel_size > 1:
+        return []
+    return [
+        f"{config.where(_MODE)}: {_MODE}: {settings.mode} with a data-parallel size of "
+        f"{data_parallel_size}: there is nothing to compress; start more ranks, or set mode: off"
+    ]

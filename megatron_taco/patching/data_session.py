@@ -1,0 +1,84 @@
+"""The data-parallel hooks of a run, from ``compression.data_parallel``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_taco import compressors
+from megatron_taco.config import Config
+from megatron_taco.config.data_parallel import Gradients, Weights
+from megatron_taco.config.megatron_section import whole
+from megatron_taco.patching.data import DataParallelHooks
+from megatron_taco.patching.data_flows import expected_flows
+from megatron_taco.patching.data_plans import GRADIENTS, WEIGHTS, Stream
+from megatron_taco.patching.flows import FlowCheck
+from megatron_taco.telemetry.counters import Counters, Flow, FlowTotal
+
+_MEGATRONS_SEED = 1234
+
+
+def data_parallel_hooks(config: Config, counters: Counters) -> DataParallelHooks | None:
+    """Return the hooks of the data-parallel axis, or None if it is off.
+
+    Args:
+        config: The run's configuration.
+        counters: Of the run, with this axis's flows.
+    """
+    settings = config.compression.data_parallel
+    if not settings.enabled:
+        return None
+
+    def stream(role: str, part: Gradients | Weights) -> Stream | None:
+        if not part.enabled:
+            return None
+        name, arguments = part.build()
+        return Stream(
+            role=role,
+            compressor=compressors.build(name, **arguments),
+            exclude=frozenset(settings.exclude),
+            min_bytes=settings.min_bytes,
+            start_step=settings.start_step,
+        )
+
+    inside = settings.gradients.inside_node()
+    seed = whole(config.megatron.get("seed"))
+    return DataParallelHooks(
+        gradients=stream(GRADIENTS, settings.gradients),
+        weights=stream(WEIGHTS, settings.weights),
+        difference=settings.weights.difference,
+        inside_node=None if inside is None else compressors.build("block_integer", **inside),
+        ranks_per_node=settings.gradients.ranks_per_node,
+        seed=_MEGATRONS_SEED if seed is None else seed,
+        counter=lambda role, collective: counters[Flow(role, collective)],
+    )
+
+
+def data_parallel_checks(
+    hooks: DataParallelHooks,
+    config: Config,
+    *,
+    totals: Callable[[], list[FlowTotal]],
+    distributed_optimizer: bool,
+) -> list[FlowCheck]:
+    """Return the checks that what is on does happen: of gradients, and of weights once updated.
+
+    Args:
+        hooks: Of the run.
+        config: The run's configuration.
+        totals: Gives the counts over all ranks (a collective call).
+        distributed_optimizer: Whether gradients are reduce-scattered.
+    """
+    settings = config.compression.data_parallel
+    return [
+        FlowCheck(
+            totals=totals,
+            expected=expected_flows(stream, distributed_optimizer=distributed_optimizer),
+            start_step=settings.start_step,
+            min_bytes=settings.min_bytes,
+            plain_passes=False,
+            section="compression.data_parallel",
+            after_updates=stream.role == WEIGHTS,
+        )
+        for stream in (hooks.gradients, hooks.weights)
+        if stream is not None
+    ]

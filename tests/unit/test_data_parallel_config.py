@@ -1,0 +1,201 @@
+"""`compression.data_parallel`: what it becomes, and what is refused, line and key named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_taco.compressors import BlockInteger, Taco
+from megatron_taco.config import Config, ConfigError, load
+from megatron_taco.patching import conflicts, data_conflicts
+from megatron_taco.patching.data_flows import all_flows, expected_flows
+from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
+from megatron_taco.patching.flows import FlowCheckError
+from megatron_taco.telemetry.counters import Counters, Flow
+
+MODE = "compression.data_parallel.mode"
+WEIGHTS = "compression.data_parallel.weights.compressor"
+
+
+def config(tmp_path: Path, section: dict[str, Any], **megatron: Any) -> Config:
+    document = {
+        "data": {"source": "mock", "tokenizer": "bytes"},
+        "model": {"preset": "gpt-tiny"},
+        "megatron": {"use_distributed_optimizer": True, "bf16": True, **megatron},
+        "compression": {"data_parallel": section},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    return load(path)
+
+
+def problems(tmp_path: Path, section: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        config(tmp_path, section)
+    return [
+        line.split(": compression.data_parallel.", 1)[1] for line in str(caught.value).splitlines()
+    ]
+
+
+def test_sdp4bit_is_what_was_published(tmp_path: Path) -> None:
+    loaded = config(tmp_path, {"mode": "on", "weights": {"compressor": "sdp4bit"}})
+    hooks = data_parallel_hooks(loaded, Counters(all_flows()))
+    assert hooks is not None
+    assert hooks.gradients is not None
+    assert hooks.weights is not None
+    assert hooks.gradients.compressor == BlockInteger(4, 128, 32, "bf16", "stochastic")
+    assert hooks.weights.compressor == BlockInteger(4, 2048, 1, "fp32")
+    assert hooks.inside_node == BlockInteger(8, 512, 1, "fp32", "stochastic")
+    assert hooks.difference
+    assert hooks.seed == 1234
+    assert load(tmp_path / "run.yaml").to_yaml() == loaded.to_yaml()
+
+
+def test_other_compressors_take_their_own_settings(tmp_path: Path) -> None:
+    section = {
+        "mode": "on",
+        "gradients": {"compressor": "taco", "format": "int6", "block": 64},
+        "weights": {"compressor": "block_integer", "bits": 8, "difference": False},
+        "exclude": ["embedding"],
+    }
+    hooks = data_parallel_hooks(config(tmp_path, section, seed=5), Counters(all_flows()))
+    assert hooks is not None
+    assert hooks.gradients is not None
+    assert hooks.weights is not None
+    assert hooks.gradients.compressor == Taco("int6", 64)
+    assert hooks.weights.compressor == BlockInteger(8)
+    assert (hooks.difference, hooks.inside_node, hooks.seed) == (False, None, 5)
+    assert hooks.gradients.is_exact("embedding")
+    assert hooks.gradients.is_exact("norm")
+    assert not hooks.gradients.is_exact("mlp")
+
+
+def test_off_is_absent(tmp_path: Path) -> None:
+    loaded = config(tmp_path, {"gradients": {"compressor": "taco"}})
+    assert data_parallel_hooks(loaded, Counters([])) is None
+    assert conflicts.check(loaded) == []
+    assert data_conflicts.check_size(loaded, 1) == []
+
+
+def test_expected_flows_follow_the_optimiser_and_what_is_excluded(tmp_path: Path) -> None:
+    section = {"mode": "on", "exclude": ["mlp"], "weights": {"compressor": "sdp4bit"}}
+    hooks = data_parallel_hooks(config(tmp_path, section), Counters(all_flows()))
+    assert hooks is not None
+
+    assert hooks.gradients is not None
+    assert hooks.weights is not None
+    scattered = expected_flows(hooks.gradients, distributed_optimizer=True)
+    assert scattered == [Flow("dp.gradients.attention", "reduce_scatter")]
+    gathered = expected_flows(hooks.weights, distributed_optimizer=True)
+    assert gathered == [Flow("dp.weights.attention", "all_gather")]
+    reduced = expected_flows(hooks.gradients, distributed_optimizer=False)
+    assert reduced == [Flow("dp.gradients.attention", "all_reduce")]
+    assert {*scattered, *gathered, *reduced} <= set(all_flows())
+
+
+def test_weights_are_expected_only_after_steps_that_were_taken(tmp_path: Path) -> None:
+    """FP16 starts with a loss scale that overflows: steps are skipped, and no weights move."""
+    section = {"mode": "on", "weights": {"compressor": "sdp4bit"}}
+    loaded = config(tmp_path, section)
+    hooks = data_parallel_hooks(loaded, Counters(all_flows()))
+    assert hooks is not None
+    gradients, weights = data_parallel_checks(
+        hooks, loaded, totals=lambda: [], distributed_optimizer=True
+    )
+    for step in range(5):
+        weights.step_done(step, skipped=True)
+    weights.finish()
+    weights.step_done(5)
+    with pytest.raises(FlowCheckError, match=r"dp\.weights\.attention \(all_gather\) is on but"):
+        weights.step_done(6)
+    gradients.step_done(0, skipped=True)
+    with pytest.raises(FlowCheckError, match=r"compression\.data_parallel: role dp\.gradients"):
+        gradients.step_done(1, skipped=True)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"mode": "auto"}, "mode: 'auto' is not allowed; allowed: off, on"),
+        (
+            {"exclude": ["norm"]},
+            "exclude: 'norm' is not a kind of parameters (norms and biases always go exactly); "
+            "allowed: attention, mlp, embedding, output_layer, other",
+        ),
+        (
+            {"gradients": {"bits": 8}},
+            "gradients.bits: 8 is not for compressor: sdp4bit, which has rounding",
+        ),
+        (
+            {"gradients": {"compressor": "taco", "block": 1024}},
+            "gradients.block: 1024 is too large for taco; allowed: 32 to 512",
+        ),
+        (
+            {"gradients": {"compressor": "block_integer", "transform": 256}},
+            "gradients.transform: 256 is larger than block: 128",
+        ),
+        (
+            {"mode": "on", "gradients": {"compressor": "none"}},
+            "mode: 'on' with gradients.compressor: none and weights.compressor: none compresses "
+            "nothing; choose a compressor for one of them, or mode: off",
+        ),
+        (
+            {"weights": {"compressor": "sdp4bit", "rounding": "stochastic"}},
+            "weights.rounding: stochastic with difference: true only adds noise, since what is "
+            "rounded away is in the next difference; set rounding: nearest",
+        ),
+    ],
+)
+def test_one_mistake_is_one_line(tmp_path: Path, section: dict[str, Any], message: str) -> None:
+    assert problems(tmp_path, section) == [message]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"use_megatron_fsdp": True}, "use_megatron_fsdp: false"),
+    ({"use_custom_fsdp": True}, "remove megatron.use_custom_fsdp"),
+    ({"use_torch_fsdp2": True}, "use_torch_fsdp2: false"),
+    ({"reduce_scatter_with_fp32_accumulation": True}, "set megatron.reduce_scatter_with_fp32"),
+    ({"num_distributed_optimizer_instances": 2}, "num_distributed_optimizer_instances: 1"),
+    ({"optimizer": "dist_muon"}, "choose another megatron.optimizer"),
+    ({"optimizer": "muon"}, "set megatron.use_distributed_optimizer: false"),
+    ({"cuda_graph_impl": "local"}, "cuda_graph_impl: none"),
+    ({"use_precision_aware_optimizer": True}, "use_precision_aware_optimizer: false"),
+    ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload: false"),
+    ({"fp8_param_gather": True}, "fp8_param_gather: false"),
+    ({"overlap_param_gather_with_optimizer_step": True}, "with_optimizer_step: false"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "change"), REFUSED)
+def test_features_are_refused_with_line_reason_and_change(
+    tmp_path: Path, arguments: dict[str, Any], change: str
+) -> None:
+    section = {"mode": "on", "weights": {"compressor": "sdp4bit"}}
+    loaded = config(tmp_path, section, **arguments)
+    (message,) = conflicts.check(loaded)
+    key = f"megatron.{next(iter(arguments))}"
+    assert message.startswith(f"{loaded.where(key)}: {key}: ")
+    assert change in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needs"),
+    [
+        ({"use_distributed_optimizer": False}, "needs megatron.use_distributed_optimizer: true"),
+        ({"bf16": False}, "needs megatron.bf16 or fp16"),
+    ],
+)
+def test_weights_need_masters_apart(tmp_path: Path, arguments: dict[str, Any], needs: str) -> None:
+    section = {"mode": "on", "weights": {"compressor": "sdp4bit"}}
+    loaded = config(tmp_path, section, **arguments)
+    (message,) = conflicts.check(loaded)
+    assert message.startswith(f"{loaded.where(WEIGHTS)}: {WEIGHTS}: sdp4bit {needs}")
+    assert conflicts.check(config(tmp_path, {"mode": "on"}, **arguments)) == []
+
+
+def test_one_rank_has_nothing_to_compress(tmp_path: Path) -> None:
+    loaded = config(tmp_path, {"mode": "on"})
+    (message,) = data_conflicts.check_size(loaded, 1)
+    assert message.startswith(f"{loaded.where(MODE)}: {MODE}: on with a data-parallel size of 1")
+    assert data_conflicts.check_size(loaded, 2) == []
