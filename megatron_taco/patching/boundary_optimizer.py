@@ -84,10 +84,8 @@ class BoundaryOptimizer(MegatronOptimizer):
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
         bad = bool(found > 0)
         if bad:
-            for other in self._others:
-                scaler = getattr(other, "grad_scaler", None)
-                if scaler is not None:
-                    scaler.update(True)
+            for scaler in _scalers(self._others):
+                scaler.update(True)
         return bad
 
     def step_with_ready_grads(self) -> bool:
@@ -138,8 +136,8 @@ class BoundaryOptimizer(MegatronOptimizer):
         """The state is the model's: nothing is copied."""
 
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """A note that the state is the model's."""
-        return {"state": "pipeline_boundaries"}
+        """An optimiser without parameters, in the form that Megatron's chains walk through."""
+        return {"optimizer": {"state": {}, "param_groups": []}}
 
     def load_state_dict(self, state_dict: Any) -> None:
         """The model has loaded it."""
@@ -149,6 +147,16 @@ class BoundaryOptimizer(MegatronOptimizer):
     ) -> dict[str, Any]:
         """As ``state_dict``."""
         return self.state_dict()
+
+
+def _scalers(optimizers: Sequence[Any]) -> list[Any]:
+    """The gradient scalers of optimisers and of chains of them."""
+    found = []
+    for optimizer in optimizers:
+        found += _scalers(getattr(optimizer, "chained_optimizers", ()))
+        scaler = getattr(optimizer, "grad_scaler", None)
+        found += [] if scaler is None else [scaler]
+    return found
 
 
 def chained(chain: Any, ours: BoundaryOptimizer) -> None:

@@ -101,6 +101,8 @@ def inspect_target(
         The finding; nothing is raised for what Megatron looks like.
     """
 
+    package = path is not None and path.name == "__init__.py"
+
     def finding(
         status: Status,
         detail: str = "",
@@ -110,7 +112,7 @@ def inspect_target(
         return Finding(
             target=target,
             status=status,
-            file="/".join(target.module.split(".")) + ".py",
+            file="/".join(target.module.split(".")) + ("/__init__.py" if package else ".py"),
             version=version,
             fingerprints=fingerprints or {},
             like=like,
