@@ -100,7 +100,6 @@ def inspect_target(
     Returns:
         The finding; nothing is raised for what Megatron looks like.
     """
-
     package = path is not None and path.name == "__init__.py"
 
     def finding(
