@@ -1,5 +1,6 @@
 """Pipeline boundaries in training: cut or in place, in every layout, the same numbers."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,35 @@ RECOMPUTE = (
 LAST = 7
 
 
-def projectors(model: Any) -> dict[int, torch.Tensor]:
-    """The projectors of a rank, by the number of the boundary."""
+GRADIENTS: dict[int, torch.Tensor] = {}
+"""Of the first step in this process, which is a rank's own."""
+
+
+@dataclass
+class Held:
+    """What a rank holds at the end: projectors, and their gradients of its first step."""
+
+    projectors: dict[int, torch.Tensor]
+    gradients: dict[int, torch.Tensor]
+
+
+def record_gradients(rank: int) -> None:
+    """Keep the gradients of the first step: SPEL's own steps do not depend on their scale."""
+    from megatron_taco.patching import pipeline
+
+    original = pipeline.whole_gradients
+
+    def whole_gradients(*args: Any) -> dict[int, torch.Tensor]:
+        found = original(*args)
+        if not GRADIENTS:
+            GRADIENTS.update({number: each.clone() for number, each in found.items()})
+        return found
+
+    pipeline.whole_gradients = whole_gradients
+
+
+def held(model: Any) -> Held:
+    """What this rank holds, by the number of the boundary."""
     from megatron_taco.patching.boundary_chunk import ChunkBoundaries
 
     found = {}
@@ -43,7 +71,7 @@ def projectors(model: Any) -> dict[int, torch.Tensor]:
                 for number, boundary in module.boundaries.items():
                     assert boundary.projector is not None
                     found[number] = boundary.projector.a.clone()
-    return found
+    return Held(found, GRADIENTS)
 
 
 class Reference:
@@ -53,23 +81,29 @@ class Reference:
         self._run_ranks, self._folder = run_ranks, folder
         self._config = write_config(folder)
         save = (f"megatron.save={folder / 'saved'}", "megatron.save_interval=2")
-        self.projectors = self._train(1, "whole", save)[0]
+        self.projectors = self._train(1, "whole", save)[0].projectors
         self.losses = self._after(2, "whole")
+        self.resumed, (self.held,) = self.resume(1, "resumed")
 
-    def _train(self, ranks: int, name: str, overrides: tuple[str, ...]) -> list[Any]:
+    def _train(self, ranks: int, name: str, overrides: tuple[str, ...]) -> list[Held]:
         end = f"megatron.train_iters={LAST}"
         overrides = (*ON, DEPTHS, end, f"run.name={name}", *overrides)
         return self._run_ranks(
-            train, ranks, self._config, list(overrides), None, projectors, init=False, timeout=180
+            train,
+            ranks,
+            self._config,
+            list(overrides),
+            record_gradients,
+            held,
+            init=False,
+            timeout=180,
         )
 
     def _after(self, step: int, name: str) -> dict[int, float]:
         return {at: loss for at, loss in losses(self._folder, name).items() if at > step}
 
-    def resume(
-        self, ranks: int, name: str, *overrides: str
-    ) -> tuple[dict[int, float], list[dict[int, torch.Tensor]]]:
-        """Go on from the checkpoint with other overrides: losses, and projectors by rank."""
+    def resume(self, ranks: int, name: str, *overrides: str) -> tuple[dict[int, float], list[Held]]:
+        """Go on from the checkpoint with other overrides: losses, and what each rank holds."""
         (self._folder / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
         load = f"megatron.load={self._folder / 'saved'}"
         found = self._train(ranks, name, (load, *overrides))
@@ -82,9 +116,9 @@ def reference(run_ranks: RankRunner, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_resuming_in_place_changes_no_bit(reference: Reference) -> None:
-    after, found = reference.resume(1, "resumed")
-    assert after == reference.losses
-    assert all(torch.equal(a, found[0][n]) for n, a in reference.projectors.items())
+    assert reference.resumed == reference.losses
+    resumed = reference.held.projectors
+    assert all(torch.equal(a, resumed[n]) for n, a in reference.projectors.items())
 
 
 @pytest.mark.parametrize(
@@ -100,14 +134,14 @@ def test_stages_compute_what_one_process_computes(
     for step, loss in reference.losses.items():
         assert after[step] == pytest.approx(loss, rel=1e-6)
     copies: dict[int, list[torch.Tensor]] = {}
-    for held in found:
-        for number, a in held.items():
+    for rank in found:
+        for number, a in rank.projectors.items():
             copies.setdefault(number, []).append(a)
     assert sorted(copies) == [1, 2, 3]
-    for number, held in copies.items():
-        assert all(torch.equal(a, held[0]) for a in held)
-        torch.testing.assert_close(held[0], reference.projectors[number], rtol=0, atol=1e-6)
-    assert any(len(held) == 2 for held in copies.values())
+    for number, same in copies.items():
+        assert all(torch.equal(a, same[0]) for a in same)
+        torch.testing.assert_close(same[0], reference.projectors[number], rtol=0, atol=1e-6)
+    assert any(len(same) == 2 for same in copies.values())
 
 
 @pytest.mark.parametrize(
@@ -127,9 +161,13 @@ def test_every_layout_has_the_same_gradient_of_the_projector(
     after, found = reference.resume(ranks, f"layout{ranks}{len(layout)}{layout[-1][-9:]}", *layout)
     for step, loss in reference.losses.items():
         assert after[step] == pytest.approx(loss, rel=1e-4)
-    for held in found:
-        for number, a in held.items():
+    for rank in found:
+        for number, a in rank.projectors.items():
             torch.testing.assert_close(a, reference.projectors[number], rtol=0, atol=2e-5)
+        assert rank.gradients.keys() == rank.projectors.keys()
+        for number, gradient in rank.gradients.items():
+            expected = reference.held.gradients[number]
+            assert (gradient - expected).norm() < 1e-4 * expected.norm()
 
 
 def test_boundaries_elsewhere_than_in_the_checkpoint_are_refused(reference: Reference) -> None:
