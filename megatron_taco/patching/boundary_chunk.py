@@ -25,33 +25,42 @@ NAME = "pipeline_boundaries"
 """The chunk's name for its boundaries, and the beginning of their keys in checkpoints."""
 
 
-class SavedDepths(nn.Module):
-    """The depths of a model's boundaries in its checkpoints, so that others are refused.
+class SavedSettings(nn.Module):
+    """What a model's boundaries are, in its checkpoints, so that others are refused.
 
     Args:
+        settings: of all boundaries.
         depths: of the whole model.
     """
 
-    def __init__(self, depths: tuple[int, ...]) -> None:
+    def __init__(self, settings: BoundarySettings, depths: tuple[int, ...]) -> None:
         super().__init__()
-        self._depths = list(depths)
+        self._settings = {
+            "boundary": settings.kind,
+            "rank": settings.rank,
+            "anchors": settings.anchors,
+            "after_layers": list(depths),
+        }
 
-    def get_extra_state(self) -> dict[str, list[int]]:
-        """Return the depths for ``state_dict``."""
-        return {"after_layers": self._depths}
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the settings for ``state_dict``."""
+        return self._settings
 
     def set_extra_state(self, state: Any) -> None:
-        """Refuse a checkpoint with boundaries elsewhere.
+        """Refuse a checkpoint with other boundaries.
 
         Raises:
-            BoundaryError: with both lists of depths.
+            BoundaryError: with the keys that differ, and both values.
         """
-        saved = list(state["after_layers"])
-        if saved != self._depths:
+        differing = [
+            f"{key}: {here!r} (the checkpoint's is {state[key]!r})"
+            for key, here in self._settings.items()
+            if state[key] != here
+        ]
+        if differing:
             raise BoundaryError(
-                f"compression.pipeline_parallel.after_layers: {self._depths}, but the "
-                f"checkpoint's boundaries are after layers {saved}; a boundary is part of the "
-                "model, so name the same depths"
+                f"compression.pipeline_parallel: {', '.join(differing)}; a boundary is part of "
+                "the model, so set what it was trained with, or load another checkpoint"
             )
 
 
@@ -65,7 +74,7 @@ class ChunkBoundaries(nn.Module):
         ids: the token ids of the running micro-batch.
         tensor_group: the tensor-parallel group.
         sequence_parallel: whether a rank holds its own part of the sequence.
-        first_of_stage: whether it is the stage's first chunk, which keeps the depths.
+        first_of_stage: whether it is the stage's first chunk, which keeps the settings.
     """
 
     def __init__(
@@ -80,7 +89,7 @@ class ChunkBoundaries(nn.Module):
     ) -> None:
         super().__init__()
         if first_of_stage:
-            self.depths = SavedDepths(span.depths)
+            self.settings = SavedSettings(settings, span.depths)
         self.chain = Chain(settings, len(span.depths), span.first, span.last)
         self.span = span
         self._form, self._ids = form, ids
@@ -222,8 +231,8 @@ class ChunkBoundaries(nn.Module):
         return ".".join([path[0], f"after_layer_{depth}", *path[2:]])
 
     def _is_copy(self, name: str, value: Any) -> bool:
-        """Whether another stage saves the same: the depths, and what both ends of a cut hold."""
-        if name.startswith("depths."):
+        """Whether another stage saves the same: the settings, and what both ends of a cut hold."""
+        if name.startswith("settings."):
             return self.span.at_start is not None
         start = self.span.at_start
         of_start = start is not None and name.startswith(f"chain.boundaries.{start}.")

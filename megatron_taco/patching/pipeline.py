@@ -30,6 +30,7 @@ from megatron_taco.patching.boundary_gradients import (
 from megatron_taco.patching.boundary_layout import resolve_depths, span, stage_cuts
 from megatron_taco.patching.boundary_message import MessageForm
 from megatron_taco.patching.boundary_report import angles, step_figures
+from megatron_taco.patching.boundary_saved import check_saved
 from megatron_taco.patching.boundary_wire import BACKWARD, FORWARD, Wire
 from megatron_taco.patching.errors import BoundaryError
 from megatron_taco.patching.registry import Registry
@@ -99,6 +100,8 @@ class PipelineHooks:
         """
         config = model.config
         depths = resolve_depths(self._settings.after_layers, stage_cuts(config), config.num_layers)
+        if not self.chunks:
+            self._check_saved(depths)
         layers = [layer.layer_number for layer in model.decoder.layers]
         part = span(depths, layers[0] - 1, layers[-1])
         if any(chunk.span == part for chunk in self.chunks):
@@ -118,6 +121,17 @@ class PipelineHooks:
         )
         chunk.attach(model)
         self.chunks.append(chunk)
+
+    @staticmethod
+    def _check_saved(depths: tuple[int, ...]) -> None:
+        """Compare with the checkpoint that Megatron's training loop is about to load, if any."""
+        from megatron.training.global_vars import get_args
+
+        try:
+            args = get_args()
+        except AssertionError:  # Megatron's way to say that there is no training loop
+            return
+        check_saved(args, depths)
 
     def _boundary_settings(self, hidden: int, vocab: int) -> BoundarySettings:
         settings = self._settings

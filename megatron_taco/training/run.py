@@ -232,6 +232,7 @@ class _Run:
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
         from megatron.training.global_vars import set_global_variables
 
+        from megatron_taco.patching.boundary_saved import check_saved
         from megatron_taco.patching.registry import registry
         from megatron_taco.patching.session import Session
         from megatron_taco.patching.startup import repair
@@ -241,6 +242,8 @@ class _Run:
 
         set_global_variables(args)
         repair(registry)
+        if not self.config.compression.pipeline_parallel.enabled:
+            check_saved(args, ())
         session = (self.make_session or Session)(
             self.config,
             stream=self.console,

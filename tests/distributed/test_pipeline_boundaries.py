@@ -170,12 +170,24 @@ def test_every_layout_has_the_same_gradient_of_the_projector(
             assert (gradient - expected).norm() < 1e-4 * expected.norm()
 
 
-def test_boundaries_elsewhere_than_in_the_checkpoint_are_refused(reference: Reference) -> None:
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            "after_layers=[1, 2]",
+            "after_layers: [1, 2], but the checkpoint of megatron.load has boundaries after "
+            "layers [1, 2, 3]",
+        ),
+        ("anchors=full", "anchors: 'full' (the checkpoint's is 'factorised')"),
+        ("mode=off", "mode: off, but the checkpoint of megatron.load has boundaries after layers"),
+    ],
+)
+def test_a_model_with_other_boundaries_is_refused(
+    reference: Reference, changed: str, message: str
+) -> None:
     with pytest.raises(AssertionError, match="exit code 2") as failure:
-        reference.resume(1, "elsewhere", "compression.pipeline_parallel.after_layers=[1, 2]")
-    assert "after_layers: [1, 2], but the checkpoint's boundaries are after layers [1, 2, 3]" in (
-        str(failure.value)
-    )
+        reference.resume(1, f"other-{changed[:4]}", f"compression.pipeline_parallel.{changed}")
+    assert message in str(failure.value)
 
 
 def test_a_square_projector_is_no_boundary(run_ranks: RankRunner, tmp_path: Path) -> None:
