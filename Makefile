@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-0.18 test-gpu lint clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml requirements/tested.txt scripts/find_python.sh
@@ -20,6 +20,16 @@ demo: $(STAMP)
 ## The CPU test suite.
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+## The tests that meet Megatron on the other supported release, megatron-core 0.18.
+test-0.18: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(VENV)/megatron-0.18 megatron-core==0.18.2
+	PYTHONPATH=$(CURDIR)/$(VENV)/megatron-0.18 $(BIN)/python -c \
+		"import megatron.core as m; assert m.__version__.startswith('0.18'), m.__version__"
+	PYTHONPATH=$(CURDIR)/$(VENV)/megatron-0.18 $(BIN)/python -m pytest tests/distributed \
+		tests/unit/test_registry_megatron.py tests/unit/test_megatron_args.py \
+		tests/unit/test_megatron_options.py tests/unit/test_doctor.py
 
 ## The tests that need a GPU, with the Python that has CUDA's torch.
 test-gpu:

@@ -14,3 +14,9 @@ class Compression(Section):
     tensor_parallel: TensorParallel = Field(default_factory=TensorParallel)
     pipeline_parallel: PipelineParallel = Field(default_factory=PipelineParallel)
     data_parallel: DataParallel = Field(default_factory=DataParallel)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is to be compressed on any axis."""
+        axes = (self.tensor_parallel, self.pipeline_parallel, self.data_parallel)
+        return any(axis.enabled for axis in axes)

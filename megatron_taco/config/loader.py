@@ -29,7 +29,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: Something is wrong. All problems that can be found at once are in it.
     """
     name = str(path)
-    parsed = read_yaml(_text(name), name)
+    parsed = read_yaml(read_text(name), name)
     origins = Origins(file=name, lines=parsed.lines)
     problems = list(parsed.problems)
     tree = parsed.value
@@ -44,7 +44,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return _build(tree, origins, problems, parsed.unreadable)
 
 
-def _text(name: str) -> str:
+def read_text(name: str) -> str:
+    """Read a configuration file; raises `ConfigError` with the reason where it cannot be."""
     try:
         return Path(name).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -84,7 +85,7 @@ def _build(
             found = list(megatron_problems(content))
             sections[name] = content
         else:
-            section, found = _validated(schema, content)
+            section, found = validated(schema, content)
             if section is not None:
                 sections[name] = section
         for key, message in found:
@@ -123,9 +124,10 @@ def _placeholder() -> dict[str, Any]:
     return dict(next(iter(PRESETS.values())))
 
 
-def _validated(
+def validated(
     schema: type[Section], content: dict[str, Any]
 ) -> tuple[Section | None, list[tuple[str, str]]]:
+    """Return a section, or None where a value does not fit, and (key, message) of each problem."""
     content = _without_empty_sections(schema, content)
     try:
         section = schema.model_validate(content)

@@ -33,7 +33,7 @@ class TensorParallel(Section):
             step where compression is faster.
         compressor: The method.
         format: Code of one element.
-        block: Consecutive elements that share a scale and are rotated together.
+        block: Elements that share a scale and are rotated together: 32, 64, 128, 256 or 512.
         rotation: Orthonormal Hadamard transform of each block before rounding, or none.
         scales: `dual` sends the two FP32 scales of the paper, `merged_*` their quotient.
         algorithm: Of the all-reduce: `one_shot` has one lossy step, `two_shot` sends less at more

@@ -16,7 +16,7 @@ from megatron_taco.config.megatron_section import whole
 from megatron_taco.patching import data_conflicts, pipeline_conflicts
 
 if TYPE_CHECKING:
-    from megatron_taco.config import Config
+    from megatron_taco.config import Config, Settings
 
 _MODE = "compression.tensor_parallel.mode"
 
@@ -28,7 +28,24 @@ class _Rule:
     key: str
     refuses: Callable[[Any], bool]
     reason: str
-    change: str
+    instead: str | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A Megatron argument that has to change, or compression has to be off.
+
+    Attributes:
+        key: The argument, by Megatron's name of it.
+        value: What it is.
+        reason: Why that does not go with compression.
+        instead: A value that does, as YAML writes it; None where the argument is to be left out.
+    """
+
+    key: str
+    value: Any
+    reason: str
+    instead: str | None
 
 
 def _is_on(value: Any) -> bool:
@@ -40,42 +57,62 @@ def _is_set(value: Any) -> bool:
 
 
 _FSDP = "its parameter and gradient traffic is other code, which no target of ours reaches"
+_GRAPH = "a captured graph freezes the choice and the count of compressed collectives"
 _RULES = (
     _Rule(
         "tp_comm_overlap",
         _is_on,
         "its collectives run inside the GEMM (userbuffers), where nothing can be compressed",
-        "set megatron.tp_comm_overlap: false",
+        "false",
     ),
     _Rule(
         "transformer_impl",
         lambda value: value is not None and value != "local",
         "its linear layers do their tensor-parallel collectives themselves, "
         "and those are not hooked",
-        "set megatron.transformer_impl: local",
+        "local",
     ),
-    _Rule(
-        "cuda_graph_impl",
-        _is_set,
-        "a captured graph freezes the choice and the count of compressed collectives",
-        "set megatron.cuda_graph_impl: none",
-    ),
-    _Rule(
-        "enable_cuda_graph",
-        _is_on,
-        "a captured graph freezes the choice and the count of compressed collectives",
-        "remove megatron.enable_cuda_graph",
-    ),
-    _Rule(
-        "external_cuda_graph",
-        _is_on,
-        "a captured graph freezes the choice and the count of compressed collectives",
-        "remove megatron.external_cuda_graph",
-    ),
-    _Rule("use_megatron_fsdp", _is_on, _FSDP, "set megatron.use_megatron_fsdp: false"),
-    _Rule("use_custom_fsdp", _is_on, _FSDP, "remove megatron.use_custom_fsdp"),
-    _Rule("use_torch_fsdp2", _is_on, _FSDP, "set megatron.use_torch_fsdp2: false"),
+    _Rule("cuda_graph_impl", _is_set, _GRAPH, "none"),
+    _Rule("enable_cuda_graph", _is_on, _GRAPH),
+    _Rule("external_cuda_graph", _is_on, _GRAPH),
+    _Rule("use_megatron_fsdp", _is_on, _FSDP, "false"),
+    _Rule("use_custom_fsdp", _is_on, _FSDP),
+    _Rule("use_torch_fsdp2", _is_on, _FSDP, "false"),
 )
+
+
+def refusals(arguments: Mapping[str, Any]) -> list[Refusal]:
+    """Return what tensor-parallel compression cannot go with, in a fixed order.
+
+    Args:
+        arguments: Megatron's arguments by their own names; what is absent is not looked at.
+    """
+    found = [
+        Refusal(rule.key, arguments[rule.key], rule.reason, rule.instead)
+        for rule in _RULES
+        if rule.key in arguments and rule.refuses(arguments[rule.key])
+    ]
+    size = tensor_parallel_size(arguments)
+    for key, parts in (
+        ("tensor_parallel_num_weight_shards", size),
+        (
+            "expert_tensor_parallel_num_weight_shards",
+            _integer(arguments, "expert_tensor_parallel_size", size),
+        ),
+    ):
+        shards = _integer(arguments, key, parts)
+        if shards > parts:
+            reason = (
+                f"over a tensor-parallel size of {parts} it shards weights further and gathers "
+                "them by code that no target of ours reaches"
+            )
+            found.append(Refusal(key, shards, reason, str(parts)))
+    return found
+
+
+def tensor_parallel_size(arguments: Mapping[str, Any]) -> int:
+    """Return the number of ranks that share a layer."""
+    return _integer(arguments, "tensor_model_parallel_size", 1)
 
 
 def check(config: Config) -> list[str]:
@@ -88,44 +125,55 @@ def check(config: Config) -> list[str]:
         `LOCATION: KEY: found; why; what to change`, in a fixed order.
     """
     found = data_conflicts.check(config) + pipeline_conflicts.check(config)
-    tensor = config.compression.tensor_parallel
-    if tensor.mode == "off":
+    mode = config.compression.tensor_parallel.mode
+    if mode == "off":
         return found
-    megatron: Mapping[str, Any] = config.megatron
-
-    def refuse(key: str, text: str) -> None:
-        found.append(f"{config.where(key)}: {key}: {text}")
-
-    size = _integer(megatron, "tensor_model_parallel_size", 1)
-    if size == 1:
-        refuse(
-            _MODE,
-            f"{tensor.mode} with megatron.tensor_model_parallel_size 1: there is nothing to "
-            "compress; set a tensor-parallel size of 2 or more, or mode: off",
+    if tensor_parallel_size(config.megatron) == 1:
+        found.append(
+            f"{config.where(_MODE)}: {_MODE}: "
+            f"{mode} with megatron.tensor_model_parallel_size 1: there is nothing to "
+            "compress; set a tensor-parallel size of 2 or more, or mode: off"
         )
-    for rule in _RULES:
-        value = megatron.get(rule.key)
-        if rule.refuses(value):
-            refuse(
-                f"megatron.{rule.key}",
-                f"{_shown(value)} does not go with {_MODE}: {tensor.mode}: "
-                f"{rule.reason}; {rule.change}, or compression off",
-            )
-    for key, parts in (
-        ("tensor_parallel_num_weight_shards", size),
-        (
-            "expert_tensor_parallel_num_weight_shards",
-            _integer(megatron, "expert_tensor_parallel_size", size),
-        ),
-    ):
-        shards = _integer(megatron, key, parts)
-        if shards > parts:
-            refuse(
-                f"megatron.{key}",
-                f"{shards} over a tensor-parallel size of {parts} shards weights further and "
-                "gathers them by code that no target of ours reaches; "
-                f"set megatron.{key}: {parts}, or compression off",
-            )
+    for refusal in refusals(config.megatron):
+        key = f"megatron.{refusal.key}"
+        change = f"set {key}: {refusal.instead}" if refusal.instead else f"remove {key}"
+        found.append(
+            f"{config.where(key)}: {key}: {_shown(refusal.value)} does not go with "
+            f"{_MODE}: {mode}: {refusal.reason}; {change}, or compression off"
+        )
+    return found
+
+
+def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[str]:
+    """Return why a script's own command line cannot run compressed; empty if it can.
+
+    Args:
+        settings: What the script is to run with.
+        arguments: Megatron's validated arguments by their own names.
+
+    Returns:
+        One sentence a reason, which names the flag.
+    """
+    found = data_conflicts.check_arguments(settings, arguments)
+    found += pipeline_conflicts.check_arguments(settings, arguments)
+    mode = settings.compression.tensor_parallel.mode
+    if mode == "off":
+        return found
+    if tensor_parallel_size(arguments) == 1:
+        found.append(
+            f"--tensor-model-parallel-size 1 with {_MODE}: {mode} "
+            f"({settings.where(_MODE)}): there is nothing to compress; give a size of 2 or more, "
+            "or mode: off"
+        )
+    for refusal in refusals(arguments):
+        flag = "--" + refusal.key.replace("_", "-")
+        given = flag if refusal.value is True else f"{flag} {refusal.value}"
+        keep_value = refusal.instead not in (None, "false")
+        change = f"give {flag} {refusal.instead}" if keep_value else f"leave {flag} out"
+        found.append(
+            f"{given} does not go with {_MODE}: {mode} ({settings.where(_MODE)}): "
+            f"{refusal.reason}; {change}, or compression off"
+        )
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_taco.config.megatron_section import whole
 
 if TYPE_CHECKING:
-    from megatron_taco.config import Config
+    from megatron_taco.config import Config, Settings
 
 _MODE = "compression.data_parallel.mode"
 _WEIGHTS = "compression.data_parallel.weights.compressor"
@@ -104,12 +105,36 @@ def check(config: Config) -> list[str]:
     """
     if not config.compression.data_parallel.enabled:
         return []
-    return [f"{config.where(key)}: {key}: {text}" for key, text in _reasons(config)]
+    reasons = _reasons(config, config.megatron)
+    return [f"{config.where(key)}: {key}: {text}" for key, text in reasons]
 
 
-def _reasons(config: Config) -> Iterator[tuple[str, str]]:
+def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[str]:
+    """Return why a script's own command line cannot run so compressed; empty if it can.
+
+    Args:
+        settings: What the script is to run with.
+        arguments: Megatron's validated arguments by their own names.
+    """
+    parallel = settings.compression.data_parallel
+    if not parallel.enabled:
+        return []
+    found = [_in_flags(f"{key}: {text}") for key, text in _reasons(settings, arguments)]
+    if arguments.get("data_parallel_size") == 1:
+        found.append(
+            f"{_MODE}: {parallel.mode} ({settings.where(_MODE)}) with a data-parallel size of 1: "
+            "there is nothing to compress; start more ranks, or set mode: off"
+        )
+    return found
+
+
+def _in_flags(text: str) -> str:
+    """A text in which Megatron's arguments are named as on its command line."""
+    return re.sub(r"\bmegatron\.(\w+)", lambda name: "--" + name[1].replace("_", "-"), text)
+
+
+def _reasons(config: Settings, megatron: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     settings = config.compression.data_parallel
-    megatron: Mapping[str, Any] = config.megatron
     weights = settings.weights
     yield from _refused(megatron, _RULES, f"{_MODE}: {settings.mode}", "compression off")
     if megatron.get("optimizer") == "muon" and _is_on(megatron.get("use_distributed_optimizer")):

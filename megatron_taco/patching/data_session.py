@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_taco import compressors
-from megatron_taco.config import Config
+from megatron_taco.config import Settings
 from megatron_taco.config.data_parallel import Gradients, Weights
-from megatron_taco.config.megatron_section import whole
 from megatron_taco.patching.data import DataParallelHooks
 from megatron_taco.patching.data_flows import expected_flows
 from megatron_taco.patching.data_plans import GRADIENTS, WEIGHTS, Stream
 from megatron_taco.patching.flows import FlowCheck
 from megatron_taco.telemetry.counters import Counters, Flow, FlowTotal
 
-_MEGATRONS_SEED = 1234
 
-
-def data_parallel_hooks(config: Config, counters: Counters) -> DataParallelHooks | None:
+def data_parallel_hooks(
+    config: Settings, counters: Counters, seed: int
+) -> DataParallelHooks | None:
     """Return the hooks of the data-parallel axis, or None if it is off.
 
     Args:
         config: The run's configuration.
         counters: Of the run, with this axis's flows.
+        seed: Of the run; random rounding is keyed by it.
     """
     settings = config.compression.data_parallel
     if not settings.enabled:
@@ -41,21 +41,20 @@ def data_parallel_hooks(config: Config, counters: Counters) -> DataParallelHooks
         )
 
     inside = settings.gradients.inside_node()
-    seed = whole(config.megatron.get("seed"))
     return DataParallelHooks(
         gradients=stream(GRADIENTS, settings.gradients),
         weights=stream(WEIGHTS, settings.weights),
         difference=settings.weights.difference,
         inside_node=None if inside is None else compressors.build("block_integer", **inside),
         ranks_per_node=settings.gradients.ranks_per_node,
-        seed=_MEGATRONS_SEED if seed is None else seed,
+        seed=seed,
         counter=lambda role, collective: counters[Flow(role, collective)],
     )
 
 
 def data_parallel_checks(
     hooks: DataParallelHooks,
-    config: Config,
+    config: Settings,
     *,
     totals: Callable[[], list[FlowTotal]],
     distributed_optimizer: bool,

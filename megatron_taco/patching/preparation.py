@@ -37,6 +37,8 @@ class Preparation:
         policy_file: where rank 0 keeps the policy, or None.
         say: prints a line from rank 0.
         show: prints a table from rank 0.
+        knows_messages: whether Megatron's arguments, which tell the messages' size, are there; else
+            kernels compile when they are first used.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Preparation:
         policy_file: Path | None,
         say: Callable[[str], None],
         show: Callable[[Table], None],
+        knows_messages: bool = True,
     ) -> None:
         self._router = router
         self._settings = settings
@@ -57,17 +60,20 @@ class Preparation:
         self._policy_file = policy_file
         self._say = say
         self._show = show
+        self._knows_messages = knows_messages
 
     def run(self) -> None:
         """Compile and, under ``auto``, choose; a collective call of all ranks."""
         from megatron.core import parallel_state
         from megatron.training import get_args
 
-        args = get_args()
         group = parallel_state.get_tensor_model_parallel_group()
+        self._settle_nodes(group)
+        if not self._knows_messages:
+            return
+        args = get_args()
         messages = Messages.of(args)
         collectives = tuple(dict.fromkeys(flow.collective for flow in self._flows))
-        self._settle_nodes(group)
         device = current_device()
         if device.type == "cuda" and messages.largest_bytes >= self._router.min_bytes:
             sampling = self._sampling

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
-from megatron_taco.config import Config
+from megatron_taco.config import Settings
 from megatron_taco.patching import data_flows, tensor
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
@@ -27,7 +28,7 @@ from megatron_taco.telemetry.reporter import Reporter
 
 
 def tensor_parallel_router(
-    config: Config, counters: Counters, router_type: type[Router] = Router
+    config: Settings, counters: Counters, router_type: type[Router] = Router
 ) -> Router:
     """The router of the tensor-parallel axis from ``compression.tensor_parallel``."""
     settings = config.compression.tensor_parallel
@@ -58,16 +59,19 @@ class Session:
         sequence_parallel: whether activations are split over the sequence.
         learned_positions: whether positions are embedded.
         distributed_optimizer: whether gradients are reduce-scattered and weights gathered.
+        seed: of the run; random rounding is keyed by it.
         router_type: what routes the collectives; a program that measures brings its own.
         step_listeners: called with the step, counted from 0, before each training step, once the
             session has prepared it.
         policy_file: where rank 0 keeps the policy of ``auto``, or None.
         stages: pipeline-parallel size.
+        knows_messages: whether Megatron's arguments are there, as in any loop of
+            ``megatron.training``; ``auto`` needs them.
     """
 
     def __init__(
         self,
-        config: Config,
+        config: Settings,
         *,
         stream: IO[str],
         metrics: Path | None,
@@ -75,10 +79,12 @@ class Session:
         sequence_parallel: bool,
         learned_positions: bool,
         distributed_optimizer: bool,
+        seed: int,
         router_type: type[Router] = Router,
         step_listeners: Sequence[StepListener] = (),
         policy_file: Path | None = None,
         stages: int = 1,
+        knows_messages: bool = True,
     ) -> None:
         settings = config.compression.tensor_parallel
         compressing = settings.enabled
@@ -124,8 +130,9 @@ class Session:
                 policy_file=policy_file,
                 say=self.reporter.say,
                 show=self.reporter.show,
+                knows_messages=knows_messages,
             )
-        self.data_parallel = data_parallel_hooks(config, self.counters)
+        self.data_parallel = data_parallel_hooks(config, self.counters, seed)
         self.axis_checks = pipeline_checks(config, totals=self.reporter.totals, stages=stages)
         if self.data_parallel is not None:
             self.axis_checks += data_parallel_checks(
@@ -201,6 +208,18 @@ class Session:
         ).claim(registry)
         self._registry = registry
         self._applied = registry.apply()
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """One training step, counted from 0, of a loop that does not use Megatron's.
+
+        Raises:
+            FlowCheckError: after the second step, if something that is on was never compressed.
+        """
+        self._begin_step(number)
+        yield
+        if self.check is not None:
+            self.check.step_done(number, skipped=False)
 
     def finish(self) -> None:
         """After training: the checks a short run still owes, and the end table (all ranks)."""

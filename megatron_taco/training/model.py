@@ -1,10 +1,11 @@
-"""The model provider: GPT, Qwen, LLaMA from Megatron's parts."""
+"""The models of the trainer: GPT, Qwen, LLaMA from Megatron's parts."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -12,26 +13,33 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.training.argument_utils import gpt_config_from_args
 
 from megatron_taco.training.attention import TorchAttention
 from megatron_taco.training.norms import torch_norm
 
 
-def torch_layer_spec(model_config: Any) -> ModuleSpec:
-    """Megatron's local layer with torch's attention and norms.
+def local_layer_spec(transformer: Any) -> ModuleSpec:
+    """Megatron's own local layer.
 
     Args:
-        model_config: Megatron's ``GPTModelConfig``.
+        transformer: Megatron's ``TransformerConfig``.
     """
-    transformer = model_config.transformer
-    spec = get_gpt_layer_local_spec(
+    return get_gpt_layer_local_spec(
         transformer.num_moe_experts,
         transformer.moe_grouped_gemm,
         transformer.qk_layernorm,
         transformer.multi_latent_attention,
         normalization=transformer.normalization,
     )
+
+
+def torch_layer_spec(transformer: Any) -> ModuleSpec:
+    """Megatron's local layer with torch's attention and norms.
+
+    Args:
+        transformer: Megatron's ``TransformerConfig``.
+    """
+    spec = local_layer_spec(transformer)
     layer: Any = spec.submodules
     layer.input_layernorm = torch_norm
     if layer.pre_mlp_layernorm is not IdentityOp:
@@ -44,20 +52,30 @@ def torch_layer_spec(model_config: Any) -> ModuleSpec:
     return spec
 
 
-def torch_block_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def torch_block(transformer: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of one stage with torch's attention and norms, the final norm included.
+
+    Args:
+        transformer: Megatron's ``TransformerConfig``.
+        vp_stage: virtual pipeline stage of the chunk, or None.
+    """
+    layer = torch_layer_spec(transformer)
+    count = get_num_layers_to_build(transformer, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=torch_norm)
+
+
+def torch_block_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """:func:`torch_block` in the form that megatron-core 0.19 asks a model configuration for.
 
     Args:
         model_config: Megatron's ``GPTModelConfig``.
         vp_stage: virtual pipeline stage of the chunk, or None.
     """
-    layer = torch_layer_spec(model_config)
-    count = get_num_layers_to_build(model_config.transformer, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=torch_norm)
+    return torch_block(model_config.transformer, vp_stage)
 
 
 def model_config_from_args(args: argparse.Namespace, attention: str) -> Any:
-    """Megatron's model configuration for its builder.
+    """The model configuration for the builder of megatron-core 0.19.
 
     Args:
         args: Megatron's validated arguments.
@@ -66,7 +84,58 @@ def model_config_from_args(args: argparse.Namespace, attention: str) -> Any:
     Returns:
         A ``GPTModelConfig`` whose builder makes the stages of this rank.
     """
+    from megatron.training.argument_utils import gpt_config_from_args
+
     config = gpt_config_from_args(args)
     if attention == "sdpa":
         config.transformer_layer_spec = torch_block_spec
     return config
+
+
+class ModelProvider:
+    """Builds this rank's stages where Megatron asks for a function: megatron-core 0.18.
+
+    Args:
+        args: Megatron's validated arguments.
+        attention: as for :func:`model_config_from_args`.
+    """
+
+    def __init__(self, args: argparse.Namespace, attention: str) -> None:
+        self._args = args
+        self._attention = attention
+
+    def __call__(
+        self,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: Any = None,
+        pg_collection: Any = None,
+    ) -> GPTModel:
+        """Build one stage; Megatron calls it with these names."""
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        args = self._args
+        transformer = config or core_transformer_config_from_args(args)
+        layers: Any = (
+            torch_block(transformer, vp_stage)
+            if self._attention == "sdpa"
+            else local_layer_spec(transformer)
+        )
+        return GPTModel(
+            config=transformer,
+            transformer_layer_spec=layers,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+            parallel_output=True,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+        )

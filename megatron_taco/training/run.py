@@ -227,18 +227,13 @@ class _Run:
 
     def _train(self, args: argparse.Namespace, store: Any, stack: contextlib.ExitStack) -> None:
         import torch.distributed as dist
-        from megatron.core.enums import ModelType
-        from megatron.training import pretrain
-        from megatron.training.argument_utils import pretrain_cfg_container_from_args
         from megatron.training.global_vars import set_global_variables
 
         from megatron_taco.patching.boundary_saved import check_saved
         from megatron_taco.patching.registry import registry
         from megatron_taco.patching.session import Session
         from megatron_taco.patching.startup import repair
-        from megatron_taco.training.datasets import train_valid_test_datasets_provider
-        from megatron_taco.training.model import model_config_from_args
-        from megatron_taco.training.step import forward_step
+        from megatron_taco.training.loop import train
 
         set_global_variables(args)
         repair(registry)
@@ -252,6 +247,7 @@ class _Run:
             sequence_parallel=args.sequence_parallel,
             learned_positions=args.position_embedding_type == "learned_absolute",
             distributed_optimizer=args.use_distributed_optimizer,
+            seed=args.seed,
             policy_file=self.folder.policy,
             stages=args.pipeline_model_parallel_size,
         )
@@ -259,15 +255,8 @@ class _Run:
         session.install(registry)
         stack.callback(session.undo)
         attention = "sdpa" if self.config.model.attention == "auto" else self.config.model.attention
-        model_config = model_config_from_args(args, attention)
         try:
-            pretrain(
-                pretrain_cfg_container_from_args(args, model_config),
-                train_valid_test_datasets_provider,
-                ModelType.encoder_or_decoder,
-                forward_step,
-                store=store,
-            )
+            train(args, attention, store)
         except SystemExit as stop:  # Megatron's exit_interval, exit_duration_in_mins, signals
             if stop.code not in (None, 0):
                 raise

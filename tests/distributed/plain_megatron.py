@@ -89,10 +89,7 @@ def train_plain(rank: int, world_size: int, argv: list[str], attention: str) -> 
     import megatron.core.datasets.utils as data_utils
     import megatron.training.training as loop
     from megatron.core.enums import ModelType
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
+    from megatron.training import argument_utils
     from megatron.training.arguments import parse_and_validate_args
 
     data_utils.compile_helpers = lambda: None
@@ -106,11 +103,20 @@ def train_plain(rank: int, world_size: int, argv: list[str], attention: str) -> 
     loop.training_log = training_log
     sys.argv = ["plain", *argv]
     args = parse_and_validate_args()
-    model_config = gpt_config_from_args(args)
-    if attention == "sdpa":
-        from megatron_taco.training.model import torch_block_spec
+    parts: list[Any] = [datasets, ModelType.encoder_or_decoder, forward_step]
+    if hasattr(argument_utils, "gpt_config_from_args"):
+        model = argument_utils.gpt_config_from_args(args)
+        if attention == "sdpa":
+            from megatron_taco.training.model import torch_block_spec
 
-        model_config.transformer_layer_spec = torch_block_spec
-    config = pretrain_cfg_container_from_args(args, model_config)
-    loop.pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
+            model.transformer_layer_spec = torch_block_spec
+        config = argument_utils.pretrain_cfg_container_from_args(args, model)
+    else:  # 0.18 takes a function that builds the model
+        from megatron_taco.training.model import ModelProvider
+        from tests.distributed.users_script import model_provider
+
+        config = argument_utils.pretrain_cfg_container_from_args(args)
+        provider = ModelProvider(args, attention) if attention == "sdpa" else model_provider
+        parts.insert(1, provider)
+    loop.pretrain(config, *parts)
     return losses

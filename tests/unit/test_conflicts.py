@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_taco.config import Config, load
+from megatron_taco.config import Config, load, load_settings
 from megatron_taco.patching import conflicts
 
 
@@ -66,7 +66,8 @@ def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:
     assert conflicts.check(config(tmp_path, tensor_model_parallel_size=2.0)) == []
     loaded = config(tmp_path, tensor_parallel_num_weight_shards=4.0)
     (message,) = conflicts.check(loaded)
-    assert "tensor_parallel_num_weight_shards: 4 over a tensor-parallel size of 2" in message
+    assert "tensor_parallel_num_weight_shards: 4 does not go with" in message
+    assert "over a tensor-parallel size of 2 it shards weights further" in message
     (note,) = conflicts.notes(config(tmp_path, expert_model_parallel_size=2.0))
     assert "all-to-all" in note
 
@@ -110,3 +111,26 @@ def test_what_stays_exact_is_noted_and_not_refused(
 def test_all_reasons_come_at_once(tmp_path: Path) -> None:
     loaded = config(tmp_path, tp_comm_overlap=True, use_torch_fsdp2=True)
     assert len(conflicts.check(loaded)) == 2
+
+
+def test_a_scripts_flags_are_refused_by_their_own_names() -> None:
+    settings = load_settings(None, ["compression.tensor_parallel.mode=on"])
+    arguments = {"tensor_model_parallel_size": 2}
+    assert conflicts.check_arguments(settings, arguments) == []
+    for given, found, change in (
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap does", "leave --tp-comm-overlap out"),
+        (
+            {"transformer_impl": "transformer_engine"},
+            "--transformer-impl transformer_engine does",
+            "give --transformer-impl local, or compression off",
+        ),
+        ({"enable_cuda_graph": True}, "--enable-cuda-graph does", "leave --enable-cuda-graph out"),
+    ):
+        (message,) = conflicts.check_arguments(settings, {**arguments, **given})
+        assert message.startswith(found)
+        assert change in message
+        assert "megatron." not in message
+    off = load_settings(None, ["compression.tensor_parallel.mode=off"])
+    assert conflicts.check_arguments(off, {"tp_comm_overlap": True}) == []
+    (message,) = conflicts.check_arguments(settings, {})
+    assert "nothing to compress" in message

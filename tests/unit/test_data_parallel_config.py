@@ -40,7 +40,7 @@ def problems(tmp_path: Path, section: dict[str, Any]) -> list[str]:
 
 def test_sdp4bit_is_what_was_published(tmp_path: Path) -> None:
     loaded = config(tmp_path, {"mode": "on", "weights": {"compressor": "sdp4bit"}})
-    hooks = data_parallel_hooks(loaded, Counters(all_flows()))
+    hooks = data_parallel_hooks(loaded, Counters(all_flows()), 1234)
     assert hooks is not None
     assert hooks.gradients is not None
     assert hooks.weights is not None
@@ -59,7 +59,7 @@ def test_other_compressors_take_their_own_settings(tmp_path: Path) -> None:
         "weights": {"compressor": "block_integer", "bits": 8, "difference": False},
         "exclude": ["embedding"],
     }
-    hooks = data_parallel_hooks(config(tmp_path, section, seed=5), Counters(all_flows()))
+    hooks = data_parallel_hooks(config(tmp_path, section), Counters(all_flows()), 5)
     assert hooks is not None
     assert hooks.gradients is not None
     assert hooks.weights is not None
@@ -73,14 +73,14 @@ def test_other_compressors_take_their_own_settings(tmp_path: Path) -> None:
 
 def test_off_is_absent(tmp_path: Path) -> None:
     loaded = config(tmp_path, {"gradients": {"compressor": "taco"}})
-    assert data_parallel_hooks(loaded, Counters([])) is None
+    assert data_parallel_hooks(loaded, Counters([]), 1234) is None
     assert conflicts.check(loaded) == []
     assert data_conflicts.check_size(loaded, 1) == []
 
 
 def test_expected_flows_follow_the_optimiser_and_what_is_excluded(tmp_path: Path) -> None:
     section = {"mode": "on", "exclude": ["mlp"], "weights": {"compressor": "sdp4bit"}}
-    hooks = data_parallel_hooks(config(tmp_path, section), Counters(all_flows()))
+    hooks = data_parallel_hooks(config(tmp_path, section), Counters(all_flows()), 1234)
     assert hooks is not None
 
     assert hooks.gradients is not None
@@ -98,7 +98,7 @@ def test_weights_are_expected_only_after_steps_that_were_taken(tmp_path: Path) -
     """FP16 starts with a loss scale that overflows: steps are skipped, and no weights move."""
     section = {"mode": "on", "weights": {"compressor": "sdp4bit"}}
     loaded = config(tmp_path, section)
-    hooks = data_parallel_hooks(loaded, Counters(all_flows()))
+    hooks = data_parallel_hooks(loaded, Counters(all_flows()), 1234)
     assert hooks is not None
     gradients, weights = data_parallel_checks(
         hooks, loaded, totals=lambda: [], distributed_optimizer=True

@@ -1,0 +1,1 @@
+"""Compression in a training script that is not ours: started by ``launch``, or by ``install``."""
