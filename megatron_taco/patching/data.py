@@ -40,8 +40,8 @@ from megatron_taco.patching.data_plans import (
     Stream,
     one_shot,
 )
+from megatron_taco.patching.overlay import Overlay
 from megatron_taco.patching.registry import Registry
-from megatron_taco.patching.tensor import _Overlay
 from megatron_taco.telemetry.costs import Cost
 
 OWNER = "compression.data_parallel"
@@ -357,7 +357,7 @@ class DataParallelHooks:
         """A ``torch`` whose ``distributed.all_reduce`` is routed; all else is the original's."""
         distributed = original.distributed
         routed = self._all_reduce(lambda *a, **k: distributed.all_reduce(*a, **k), hit)
-        return _Overlay(original, distributed=_Overlay(distributed, all_reduce=routed))
+        return Overlay(original, distributed=Overlay(distributed, all_reduce=routed))
 
     def _all_gather(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
         @functools.wraps(original)

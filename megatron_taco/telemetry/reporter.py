@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,6 +47,7 @@ class Reporter:
         stream: where rank 0's console lines go.
         metrics: path of ``metrics.jsonl``, or None to write no file.
         log_interval: steps between two reports.
+        extra: gives further entries of a step's record; every rank calls it for every record.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Reporter:
         stream: IO[str],
         metrics: Path | None,
         log_interval: int,
+        extra: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self.counters = counters
+        self._extra = extra
         self.log_interval = log_interval
         self._console = make_console(stream)
         self._stream = stream
@@ -78,6 +81,11 @@ class Reporter:
         if dist.get_rank() == 0 and self._metrics is not None:
             with self._metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+
+    def note(self, event: str, iteration: int, **values: Any) -> None:
+        """Write a record of its own kind into the metrics."""
+        record = {"event": event, "iteration": iteration, "time": time.time(), **values}
+        self._write(record)
 
     def say(self, line: str) -> None:
         """Print a line from rank 0."""
@@ -161,6 +169,7 @@ class Reporter:
             "tokens_per_s": tokens / seconds if seconds else None,
             "time": time.time(),
             "flows": {str(total.flow): self._flow_record(total) for total in flows},
+            **(self._extra() if self._extra is not None else {}),
         }
         self._write(record)
         self._write_scalars(writers, iteration, flows)

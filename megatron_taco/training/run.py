@@ -229,6 +229,7 @@ class _Run:
         import torch.distributed as dist
         from megatron.training.global_vars import set_global_variables
 
+        from megatron_taco.patching.boundary_saved import check_saved
         from megatron_taco.patching.registry import registry
         from megatron_taco.patching.session import Session
         from megatron_taco.patching.startup import repair
@@ -236,6 +237,8 @@ class _Run:
 
         set_global_variables(args)
         repair(registry)
+        if not self.config.compression.pipeline_parallel.enabled:
+            check_saved(args, ())
         session = (self.make_session or Session)(
             self.config,
             stream=self.console,
@@ -246,6 +249,7 @@ class _Run:
             distributed_optimizer=args.use_distributed_optimizer,
             seed=args.seed,
             policy_file=self.folder.policy,
+            stages=args.pipeline_model_parallel_size,
         )
         self.session = session
         session.install(registry)
