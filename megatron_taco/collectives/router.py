@@ -11,6 +11,7 @@ that: a call that goes plain costs a few microseconds and no work on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, cast
 
@@ -26,11 +27,24 @@ from megatron_taco.collectives.parts import SendPart
 from megatron_taco.collectives.peers import PeerMemory
 from megatron_taco.collectives.policy import Policy
 from megatron_taco.collectives.reduce_scatter import reduce_scatter
-from megatron_taco.collectives.traffic import Traffic, traffic
+from megatron_taco.collectives.traffic import Traffic, buffer_bytes, traffic
 from megatron_taco.collectives.work import Work
 from megatron_taco.compressors import Compressor
 
 Plain = Callable[[], Any]
+
+
+class Watcher(Protocol):
+    """What the router tells about the cost of compressed calls."""
+
+    def timed(self) -> AbstractContextManager[None]:
+        """Count the time spent inside."""
+
+    def called(self, buffers: int) -> None:
+        """Note a compressed call whose messages take so many bytes."""
+
+    def watched(self, handle: Any) -> Any:
+        """Return the handle with its ``wait`` counted."""
 
 
 class FlowCounter(Protocol):
@@ -75,6 +89,7 @@ class _Plan(NamedTuple):
     small: bool
     by_policy: bool
     traffic: Traffic
+    buffers: int
 
 
 _STEPPING: Final = frozenset({"step", "sampling"})
@@ -99,6 +114,7 @@ class Router:
         sampling: whether errors are sampled in this step.
         topology: knows how the ranks of a group lie on nodes.
         peers: holds the memory that ``peer_read`` reads.
+        watcher: is told what compressed calls cost, or None.
     """
 
     compressor: Compressor
@@ -112,6 +128,7 @@ class Router:
     sampling: bool = False
     topology: Topology = field(default_factory=Topology)
     peers: PeerMemory = field(default_factory=PeerMemory)
+    watcher: Watcher | None = None
     _plans: dict[Message, _Plan] = field(default_factory=dict, init=False, repr=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -166,13 +183,31 @@ class Router:
         on = role in self.roles
         small = nbytes < self.min_bytes
         by_policy = self.policy is not None and not self.policy.compresses(role, collective, nbytes)
+        compressed = on and not small and not by_policy
         return _Plan(
             counter=self.counter(role, collective),
             nbytes=nbytes,
             on=on,
             small=small,
             by_policy=by_policy,
-            traffic=self.traffic(message, compressed=on and not small and not by_policy),
+            traffic=self.traffic(message, compressed=compressed),
+            buffers=self._buffers(message) if compressed else 0,
+        )
+
+    def _buffers(self, message: Message) -> int:
+        size = message.group.size()
+        algorithm = "one_shot"
+        if message.collective == "all_reduce":
+            groups = self.nodes(message.group)
+            nodes = 1 if groups is None else groups.count
+            algorithm = choose_algorithm(size, self.algorithm, nodes=nodes)
+        return buffer_bytes(
+            message.collective,
+            algorithm,
+            message.numel,
+            size,
+            self.compressor.payload_bytes,
+            block=self.compressor.block,
         )
 
     def _route(
@@ -202,7 +237,27 @@ class Router:
         count.compressed += 1
         if self.sampling:
             self.sample(count, input)
-        return self.send(collective, output, input, group, async_op, self._observer(count))
+        return self._watched_send(
+            plan, collective, output, input, group, async_op, self._observer(count)
+        )
+
+    def _watched_send(
+        self,
+        plan: _Plan,
+        collective: str,
+        output: Tensor,
+        input: Tensor,
+        group: ProcessGroup,
+        async_op: bool,
+        on_payload: OnPayload,
+    ) -> Any:
+        watcher = self.watcher
+        if watcher is None:
+            return self.send(collective, output, input, group, async_op, on_payload)
+        watcher.called(plan.buffers)
+        with watcher.timed():
+            handle = self.send(collective, output, input, group, async_op, on_payload)
+        return watcher.watched(handle)
 
     def _plan(self, role: str, collective: str, whole: Tensor, group: ProcessGroup) -> _Plan:
         message = Message(role, collective, whole.numel(), whole.element_size(), group)
@@ -238,7 +293,9 @@ class Router:
         def send(output: Tensor, input: Tensor) -> Work:
             if self.sampling:
                 self.sample(count, input)
-            work = self.send(collective, output, input, group, True, self._observer(count))
+            work = self._watched_send(
+                plan, collective, output, input, group, True, self._observer(count)
+            )
             return cast(Work, work)
 
         return send

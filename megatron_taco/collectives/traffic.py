@@ -97,3 +97,36 @@ def traffic(
     width = numel // world_size
     payload = payload_bytes(width) if width else 0
     return Traffic(others * width * itemsize, others * payload, away * payload)
+
+
+def buffer_bytes(
+    op: str,
+    algorithm: str,
+    numel: int,
+    world_size: int,
+    payload_bytes: Callable[[int], int],
+    *,
+    block: int,
+) -> int:
+    """Returns the bytes of the messages that a rank holds in one call, sent and received.
+
+    One-shot: the payload of every rank. Peer reads: two slots of a payload each, which stay.
+    Two-shot and hierarchical: what is sent, what arrives and what is gathered, each a payload of
+    the whole tensor (hierarchical less, by its nodes).
+    Reduce-scatter: what is sent and what arrives. All-gather: what is gathered.
+
+    Args:
+        op: As for :func:`traffic`.
+        algorithm: Likewise.
+        numel: Likewise.
+        world_size: Likewise.
+        payload_bytes: Likewise.
+        block: Likewise.
+    """
+    if op == "all_reduce" and algorithm == "one_shot":
+        return world_size * payload_bytes(numel)
+    if op == "all_reduce" and algorithm == "peer_read":
+        return 2 * payload_bytes(numel)
+    times = {"all_reduce": 3, "reduce_scatter": 2, "all_gather": 1}[op]
+    width = slice_elements(numel, world_size, block) if op == "all_reduce" else numel // world_size
+    return times * world_size * payload_bytes(width)

@@ -5,6 +5,11 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
+from megatron_taco.config.gradient_methods import (
+    METHOD_SETTINGS,
+    method_settings,
+    not_sparseloco,
+)
 from megatron_taco.config.section import Section
 from megatron_taco.config.sizes import parse_size
 
@@ -35,7 +40,9 @@ _SETTINGS: Final = {
     "taco": ("format", "block", "rotation", "scales"),
     "block_integer": ("bits", "block", "transform", "scale", "rounding"),
     "sdp4bit": ("rounding",),
+    **METHOD_SETTINGS,
 }
+_NAMES: Final = frozenset(name for names in _SETTINGS.values() for name in names)
 
 
 def _kinds(value: object) -> tuple[str, ...]:
@@ -52,7 +59,7 @@ def _kinds(value: object) -> tuple[str, ...]:
 class _Codec(Section):
     """A compressor and its settings; those that are not given are the compressor's own defaults."""
 
-    compressor: Literal["none", "sdp4bit", "taco", "block_integer"]
+    compressor: str
     format: Literal["e4m3", "e5m2", "int8", "int6", "int4"] | None = None
     bits: Literal[8, 6, 4] | None = None
     block: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] | None = None
@@ -68,8 +75,7 @@ class _Codec(Section):
         return self.compressor != "none"
 
     def _given(self) -> dict[str, Any]:
-        names = ("format", "bits", "block", "rotation", "transform", "scales", "scale", "rounding")
-        found = {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in type(self).model_fields if name in _NAMES}
         return {name: value for name, value in found.items() if value is not None}
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
@@ -82,7 +88,7 @@ class _Codec(Section):
         if self.compressor == "taco" and (self.block or 0) > 512:
             yield "block", f"{self.block} is too large for taco; allowed: 32 to 512"
         block, transform = self.block or 128, self.transform or 32
-        if self.compressor == "block_integer" and transform > block:
+        if self.compressor in ("block_integer", "cd_adam") and transform > block:
             yield "transform", f"{transform} is larger than block: {block}"
 
 
@@ -90,7 +96,8 @@ class Gradients(_Codec):
     """How gradients are reduced.
 
     Attributes:
-        compressor: `sdp4bit`, `taco`, `block_integer` or `none`.
+        compressor: `sdp4bit`, `taco`, `block_integer` or `none`; or a method with memory, which
+            takes a bucket whole: `powersgd`, `topk`, `tagc`, `pactrain`, `homomorphic`, `cd_adam`.
         format: Code of `taco`.
         bits: Bits of a code of `block_integer`.
         block: Elements that share a scale.
@@ -103,11 +110,46 @@ class Gradients(_Codec):
         two_level: With `sdp4bit` and the distributed optimiser, sum inside each node at 8 bits
             before what goes between nodes at 4, where a group has several ranks on several nodes.
         ranks_per_node: Ranks of a node, if nodes are not to be told by their host names.
+        rank: Of `powersgd`'s matrices; 4 by default.
+        ratio: Share of the values that `topk` (by default 0.01) or `tagc` (0.05) sends.
+        selection: How `topk` finds them: `sort`, or `sidco`'s fitted threshold (the default).
+        error_feedback: Whether `powersgd` and `topk` keep what they did not send (the default).
+        warm_start: Whether `powersgd` starts from the last step's basis (the default).
+        packing: How `tagc` and `homomorphic` sum sparse values: `sketch` (the default) or `union`.
+        ternary: Whether `pactrain` sends signs and scales.
+        memory: `keep` goes on with the memory in the checkpoint, `fresh` starts without.
     """
 
-    compressor: Literal["none", "sdp4bit", "taco", "block_integer"] = "sdp4bit"
+    compressor: Annotated[
+        Literal[
+            "none",
+            "sdp4bit",
+            "taco",
+            "block_integer",
+            "powersgd",
+            "topk",
+            "tagc",
+            "pactrain",
+            "homomorphic",
+            "cd_adam",
+        ],
+        BeforeValidator(not_sparseloco),
+    ] = "sdp4bit"
     two_level: bool = True
     ranks_per_node: Annotated[int, Field(ge=1)] | None = None
+    rank: Annotated[int, Field(ge=1)] | None = None
+    ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    selection: Literal["sort", "sidco"] | None = None
+    error_feedback: bool | None = None
+    warm_start: bool | None = None
+    packing: Literal["sketch", "union"] | None = None
+    ternary: bool | None = None
+    memory: Literal["keep", "fresh"] | None = None
+
+    @property
+    def method(self) -> str | None:
+        """The method with memory that takes buckets whole, or None for a stateless compressor."""
+        return self.compressor if self.compressor in METHOD_SETTINGS else None
 
     def inside_node(self) -> dict[str, Any] | None:
         """Return the settings of the compressor inside a node, or None for one hop."""
@@ -116,10 +158,18 @@ class Gradients(_Codec):
         return SDP4BIT_INSIDE_NODE | self._given()
 
     def build(self) -> tuple[str, dict[str, Any]]:
-        """Return the name and the settings of the compressor."""
+        """Return the name and the settings of the compressor, or of the method."""
         if self.compressor == "sdp4bit":
             return "block_integer", SDP4BIT_GRADIENTS | self._given()
+        if self.method is not None:
+            return self.method, method_settings(self.method, self._given())
         return self.compressor, self._given()
+
+    def contradictions(self) -> Iterator[tuple[str, str]]:
+        """Yield settings that do not go together."""
+        yield from super().contradictions()
+        if self.compressor == "tagc" and self.ratio == 1:
+            yield "ratio", "1 is all values, which tagc cannot send; allowed: below 1"
 
 
 class Weights(_Codec):

@@ -177,6 +177,7 @@ class DropIn:
 
     def _start(self, facts: Facts) -> None:
         from megatron_taco.drop_in.meeting import meet
+        from megatron_taco.patching.boundary_saved import check_saved
         from megatron_taco.patching.conflicts import check_arguments
         from megatron_taco.patching.registry import registry
         from megatron_taco.patching.session import Session
@@ -198,8 +199,18 @@ class DropIn:
                 "tensor-parallel traffic compressed, not yet its data-parallel traffic; set mode: "
                 "off"
             )
+        boundaries = self.settings.compression.pipeline_parallel
+        if boundaries.enabled and not facts.megatron_training:
+            refused.append(
+                "compression.pipeline_parallel: a loop over megatron.core alone cannot have "
+                "pipeline boundaries yet; set mode: off"
+            )
         if refused:
             raise ConfigError(refused)
+        if facts.megatron_training and not boundaries.enabled:
+            from megatron.training import get_args
+
+            check_saved(get_args(), ())
         path = self._run_dir or default_run_dir(facts)
         folder = self._stack.enter_context(meet(self.settings, path, resumes=facts.resumes))
         session = Session(
@@ -212,16 +223,20 @@ class DropIn:
             distributed_optimizer=facts.distributed_optimizer,
             seed=facts.seed,
             policy_file=folder.policy,
+            stages=facts.arguments.get("pipeline_model_parallel_size") or 1,
             knows_messages=facts.megatron_training,
         )
         session.install(registry)
         self._stack.callback(session.undo)
         self._session = session
-        what = "off" if data.enabled else "off: nothing is compressed"
+        others = data.enabled or boundaries.enabled
+        what = "off" if others else "off: nothing is compressed"
         if tensor.enabled:
             what = f"{tensor.mode} ({tensor.compressor} {tensor.format}, block {tensor.block})"
         if data.enabled:
             what += f", data_parallel {data.mode}"
+        if boundaries.enabled:
+            what += f", pipeline_parallel {boundaries.boundary}"
         session.reporter.say(f"megatron_taco {__version__}: {_MODE} {what}; figures in {path}")
 
     @contextlib.contextmanager

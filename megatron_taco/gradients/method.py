@@ -84,6 +84,12 @@ class GradientMethod(ABC):
         if tensors:
             write_back(self._channel.mean_(flatten(tensors.values())), tensors)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all memory of this rank."""
+        tensors = [*self._local.values(), *self._shared.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns all memory: on loading it, training goes on as if it had not stopped."""
         return {

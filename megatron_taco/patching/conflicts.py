@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_taco.config.megatron_section import whole
-from megatron_taco.patching import data_conflicts
+from megatron_taco.patching import data_conflicts, pipeline_conflicts
 
 if TYPE_CHECKING:
     from megatron_taco.config import Config, Settings
@@ -124,7 +124,7 @@ def check(config: Config) -> list[str]:
     Returns:
         `LOCATION: KEY: found; why; what to change`, in a fixed order.
     """
-    found = data_conflicts.check(config)
+    found = data_conflicts.check(config) + pipeline_conflicts.check(config)
     mode = config.compression.tensor_parallel.mode
     if mode == "off":
         return found
@@ -155,6 +155,7 @@ def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[st
         One sentence a reason, which names the flag.
     """
     found = data_conflicts.check_arguments(settings, arguments)
+    found += pipeline_conflicts.check_arguments(settings, arguments)
     mode = settings.compression.tensor_parallel.mode
     if mode == "off":
         return found

@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from megatron_taco.collectives.two_level import Nodes
 from megatron_taco.compressors import Compressor
 from megatron_taco.patching.data_changes import Changes
 from megatron_taco.patching.data_flows import INSIDE_NODE
+from megatron_taco.patching.data_methods import BucketMethods, Make
 from megatron_taco.patching.data_plans import (
     ModelParameters,
     Plan,
@@ -38,8 +40,9 @@ from megatron_taco.patching.data_plans import (
     Stream,
     one_shot,
 )
+from megatron_taco.patching.overlay import Overlay
 from megatron_taco.patching.registry import Registry
-from megatron_taco.patching.tensor import _Overlay
+from megatron_taco.telemetry.costs import Cost
 
 OWNER = "compression.data_parallel"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,10 +52,11 @@ Plain = Callable[[], Any]
 
 
 class Handles:
-    """What Megatron waits for instead of torch's coalescing manager."""
+    """What Megatron waits for instead of torch's coalescing manager; counts the time it takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, cost: Cost) -> None:
         self._handles: list[Any] = []
+        self._cost = cost
 
     def append(self, handle: Any) -> None:
         """Add a handle under way; None, of a collective that is done, is left out."""
@@ -62,8 +66,9 @@ class Handles:
     def wait(self) -> None:
         """Wait for all, in the order in which they were started."""
         handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.wait()
+        with self._cost.timed():
+            for handle in handles:
+                handle.wait()
 
 
 @dataclass
@@ -73,7 +78,7 @@ class _Sync:
     buckets: list[Any]
     plans: Plans
     compressed: bool
-    handles: Handles = field(default_factory=Handles)
+    handles: Handles
 
 
 class _Current(threading.local):
@@ -93,6 +98,7 @@ class DataParallelHooks:
         ranks_per_node: Ranks of a node; None to tell nodes by their host names.
         seed: Of random rounding.
         counter: Gives the counter of a role's collective.
+        make_method: Makes the method with memory that takes gradients instead of a compressor.
         step: The step that runs now; the training loop sets it.
         sampling: Whether errors are sampled in this step.
     """
@@ -104,11 +110,13 @@ class DataParallelHooks:
     ranks_per_node: int | None
     seed: int
     counter: Callable[[str, str], FlowCounter]
+    make_method: Make | None = None
     step: int = 0
     sampling: bool = False
 
     def __post_init__(self) -> None:
         """Start with nothing known of the model."""
+        self.cost = Cost(OWNER, state=self._state_bytes)
         self.model = ModelParameters()
         self._current = _Current()
         self._gradient_plans = (
@@ -121,17 +129,26 @@ class DataParallelHooks:
             if self.weights
             else None
         )
+        self.methods: BucketMethods | None = None
+        if self.gradients is not None and self.make_method is not None:
+            self.methods = BucketMethods(self.gradients, self.model, self.make_method)
+        self._models: list[weakref.ref[Any]] = []
         self._topology: Topology | None = None
         self._nodes: dict[Any, Nodes | None] = {}
         self._changes = Changes(self._weight_plans, self.difference) if self._weight_plans else None
 
+    def _state_bytes(self) -> int:
+        return 0 if self.methods is None else self.methods.state_bytes
+
     # What a bucket group does
 
     @contextlib.contextmanager
-    def _syncing(self, sync: _Sync) -> Iterator[None]:
+    def _syncing(self, members: Any, plans: Plans, compressed: bool) -> Iterator[None]:
+        sync = _Sync(list(members), plans, compressed, Handles(self.cost))
         saved, self._current.sync = self._current.sync, sync
         try:
-            yield
+            with self.cost.timed() if compressed else contextlib.nullcontext():
+                yield
         finally:
             self._current.sync = saved
 
@@ -145,7 +162,7 @@ class DataParallelHooks:
             compressed = self.step >= plans.stream.start_step and any(
                 plans.of(bucket).compresses for bucket in group.buckets
             )
-            with self._syncing(_Sync(list(group.buckets), plans, compressed)):
+            with self._syncing(group.buckets, plans, compressed):
                 return original(group, *args, **kwargs)
 
         return start_grad_sync
@@ -159,7 +176,7 @@ class DataParallelHooks:
             hit()
             assert self._changes is not None
             compressed = any(bucket in self._changes for bucket in group.buckets)
-            with self._syncing(_Sync(list(group.buckets), plans, compressed)):
+            with self._syncing(group.buckets, plans, compressed):
                 return original(group, *args, **kwargs)
 
         return start_param_sync
@@ -203,6 +220,7 @@ class DataParallelHooks:
         if compressed is None:
             handle = plain()
         else:
+            self.cost.called(plan.buffer_bytes(collective, group.rank(), group.size()))
             codec = plan.stream.codec(self.step, plan.name, dist.get_rank(), self.seed)
             handle = compressed(codec, self._observer(plan, collective))
             if not async_op:
@@ -230,6 +248,8 @@ class DataParallelHooks:
             hit()
             sync, bucket = found
             plan = sync.plans.of(bucket)
+            if self.methods is not None and sync.compressed and plan.compresses:
+                return self._by_method(bucket, plan, "reduce_scatter", group, op)
             nodes = self._nodes.get(group)
             if nodes is not None and sync.compressed and plan.compresses:
                 return self._in_two_hops(output, input, nodes, sync, plan, op, async_op)
@@ -262,6 +282,7 @@ class DataParallelHooks:
     ) -> Any:
         assert self.inside_node is not None
         hops = plan.hops(nodes, self.inside_node)
+        self.cost.called(hops.buffer_bytes)
         self._add(plan, INSIDE_NODE, hops.inside, True)
         self._add(plan, "reduce_scatter", hops.between, True)
         rank, stream = dist.get_rank(), plan.stream
@@ -285,6 +306,20 @@ class DataParallelHooks:
         handle.wait()
         return None
 
+    def _by_method(
+        self, bucket: Any, plan: Plan, collective: str, group: ProcessGroup, op: Any
+    ) -> None:
+        """A bucket by its method with memory: done on return, so there is nothing to wait for."""
+        assert self.methods is not None
+        average = op == dist.ReduceOp.AVG
+        self.cost.called(0 if bucket.grad_data.dtype == torch.float32 else 4 * plan.numel)
+        sent, bad = self.methods.reduce(
+            bucket, plan, collective, group, step=self.step, average=average
+        )
+        self._add(plan, collective, sent, True)
+        name = plan.stream.method
+        self.counter(f"{plan.stream.role}.{name}", collective).add_nonfinite(bad)
+
     def _all_reduce(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
         @functools.wraps(original)
         def all_reduce(
@@ -299,6 +334,8 @@ class DataParallelHooks:
             hit()
             sync, bucket = found
             plan = sync.plans.of(bucket)
+            if self.methods is not None and sync.compressed and plan.compresses:
+                return self._by_method(bucket, plan, "all_reduce", group, op)
             size = group.size()
 
             def compressed(codec: buckets.Codec, on_part: buckets.OnPart) -> Any:
@@ -320,7 +357,7 @@ class DataParallelHooks:
         """A ``torch`` whose ``distributed.all_reduce`` is routed; all else is the original's."""
         distributed = original.distributed
         routed = self._all_reduce(lambda *a, **k: distributed.all_reduce(*a, **k), hit)
-        return _Overlay(original, distributed=_Overlay(distributed, all_reduce=routed))
+        return Overlay(original, distributed=Overlay(distributed, all_reduce=routed))
 
     def _all_gather(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -365,7 +402,7 @@ class DataParallelHooks:
     def _add(self, plan: Plan, collective: str, sent: dict[str, Traffic], compressed: bool) -> None:
         size = plan.numel * plan.itemsize
         stream = plan.stream
-        for kind, traffic in sent.items():
+        for kind, traffic in stream.counted(sent).items():
             count = self.counter(f"{stream.role}.{kind}", collective)
             count.seen += 1
             count.largest = max(count.largest, size)
@@ -396,8 +433,10 @@ class DataParallelHooks:
             hit()
             if self.step < weights.plans.stream.start_step:
                 return original(optimizer, *args, **kwargs)
-            with weights.kept(optimizer, self._count_exact_gather):
-                return original(optimizer, *args, **kwargs)
+            with self.cost.timed(), weights.kept(optimizer, self._count_exact_gather):
+                result = original(optimizer, *args, **kwargs)
+            self.cost.buffers = max(self.cost.buffers, weights.kept_bytes)
+            return result
 
         return copy_main_params
 
@@ -413,12 +452,26 @@ class DataParallelHooks:
 
             size = parallel_state.get_tensor_model_parallel_world_size()
             self.model.learn(ddp.module, size)
+            self._models.append(weakref.ref(ddp))
             if self.inside_node is not None:
                 group = parallel_state.get_data_parallel_group(with_context_parallel=True)
                 if group not in self._nodes:
                     self._nodes[group] = two_level.nodes_of(group, self._node())
 
         return __init__
+
+    def method_buckets(self) -> Iterator[tuple[Any, Plan, ProcessGroup]]:
+        """Every bucket that goes by a method with memory, with its plan and its group."""
+        assert self._gradient_plans is not None
+        for reference in self._models:
+            ddp = reference()
+            for bucket_group in [] if ddp is None else ddp.bucket_groups:
+                if not _is_ours(bucket_group, "grad_data"):
+                    continue
+                for bucket in bucket_group.buckets:
+                    plan = self._gradient_plans.of(bucket)
+                    if plan.compresses:
+                        yield bucket, plan, _group_of(bucket_group)
 
     def _node(self) -> Topology:
         if self._topology is None:
@@ -450,14 +503,19 @@ def _is_sum(op: Any) -> bool:
 
 def _is_ours(group: Any, flat: str) -> bool:
     """Tell whether a bucket group has more than one rank, and no expert or special bucket."""
-    config = group.ddp_config
-    if config.use_distributed_optimizer:
-        ranks = group.intra_distributed_optimizer_instance_group
-    else:
-        ranks = group.data_parallel_group
-    return ranks.size() > 1 and all(
+    return _group_of(group).size() > 1 and all(
         getattr(bucket, flat) is not None
         and getattr(bucket, flat).dtype in _DTYPES
         and all(getattr(parameter, "allreduce", True) for parameter in bucket.params)
         for bucket in group.buckets
     )
+
+
+def _group_of(group: Any) -> ProcessGroup:
+    """The ranks over which a bucket group reduces and gathers."""
+    ranks: ProcessGroup
+    if group.ddp_config.use_distributed_optimizer:
+        ranks = group.intra_distributed_optimizer_instance_group
+    else:
+        ranks = group.data_parallel_group
+    return ranks

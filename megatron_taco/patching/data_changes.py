@@ -46,6 +46,11 @@ class Changes:
         self._kept: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
         self._made_equal: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the changes that are waiting for their gather."""
+        return sum(t.numel() * t.element_size() for t in self._kept.values())
+
     def __contains__(self, bucket: Any) -> bool:
         return bucket in self._kept
 

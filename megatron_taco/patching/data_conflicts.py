@@ -92,6 +92,30 @@ _WEIGHT_RULES = (
         "set megatron.overlap_param_gather_with_optimizer_step: false",
     ),
 )
+_METHOD = "compression.data_parallel.gradients.compressor"
+_CHECKPOINT_KEYS = ("save", "load")
+_METHOD_RULES = (
+    _Rule(
+        "fp16",
+        _is_on,
+        "memory is in units of the loss scale, which changes",
+        "set megatron.bf16: true instead of fp16",
+    ),
+)
+_MEMORY_RULES = (
+    _Rule(
+        "ckpt_format",
+        lambda value: value not in (None, "torch_dist"),
+        "its memory is saved in Megatron's distributed checkpoints alone",
+        "set megatron.ckpt_format: torch_dist",
+    ),
+    _Rule(
+        "non_persistent_ckpt_type",
+        _is_set,
+        "its memory is saved in persistent checkpoints alone",
+        "remove megatron.non_persistent_ckpt_type",
+    ),
+)
 
 
 def check(config: Config) -> list[str]:
@@ -144,6 +168,11 @@ def _reasons(config: Settings, megatron: Mapping[str, Any]) -> Iterator[tuple[st
             "layer-wise optimiser gathers weights by its own code; "
             "set megatron.use_distributed_optimizer: false, or compression off",
         )
+    if (method := settings.gradients.method) is not None:
+        found, other = f"{_METHOD}: {method}", "another compressor"
+        yield from _refused(megatron, _METHOD_RULES, found, other)
+        if any(megatron.get(key) is not None for key in _CHECKPOINT_KEYS):
+            yield from _refused(megatron, _MEMORY_RULES, found, other)
     if not weights.enabled:
         return
     found = f"{_WEIGHTS}: {weights.compressor}"

@@ -33,17 +33,36 @@ class Stream:
 
     Attributes:
         role: ``dp.gradients`` or ``dp.weights``.
-        compressor: Encodes what is not exact.
+        compressor: Encodes what is not exact; None where a method with memory takes the bucket.
+        method: The name of that method, under which all that is not exact is counted, or None.
         exclude: Kinds that stay exact, besides norms.
         min_bytes: Buckets below this size in bytes go plain.
         start_step: First step, counted from 0, that is compressed.
     """
 
     role: str
-    compressor: Compressor
+    compressor: Compressor | None
     exclude: frozenset[str]
     min_bytes: int
     start_step: int
+    method: str | None = None
+
+    @property
+    def code(self) -> Compressor:
+        """The compressor, of a stream that has one."""
+        assert self.compressor is not None, f"{self.role} goes by a method, not by a compressor"
+        return self.compressor
+
+    def counted(self, sent: dict[str, Traffic]) -> dict[str, Traffic]:
+        """Return what was sent of each kind as it is counted: a method's kinds as one."""
+        if self.method is None:
+            return sent
+        found: dict[str, Traffic] = {}
+        for kind, traffic in sent.items():
+            name = kind if self.is_exact(kind) else self.method
+            before = found.get(name, Traffic(0, 0))
+            found[name] = Traffic(before.raw + traffic.raw, before.wire + traffic.wire)
+        return found
 
     def is_exact(self, kind: str) -> bool:
         """Tell whether a kind goes as it is."""
@@ -63,7 +82,7 @@ class Stream:
             seed: Of the run.
             compressor: By default the stream's.
         """
-        code = compressor or self.compressor
+        code = compressor or self.code
         if not isinstance(code, BlockInteger) or code.rounding == "nearest":
             return lambda direction, index, kind: code
 
@@ -81,6 +100,11 @@ class Hops:
     coarse: tuple[Slice, ...]
     inside: dict[str, Traffic]
     between: dict[str, Traffic]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the messages of the first hop, the larger one: sent and received."""
+        return 2 * sum(piece.size for piece in self.fine)
 
 
 @dataclass(eq=False)
@@ -131,7 +155,7 @@ class Plan:
             compressor: Whose payloads are laid out; by default the stream's.
             itemsize: Bytes of an exact value; by default as in the bucket.
         """
-        code = compressor or self.stream.compressor
+        code = compressor or self.stream.code
         size = itemsize or self.itemsize
         key = (count, equal, code, size)
         if key not in self._slices:
@@ -201,6 +225,23 @@ class Plan:
         }
         wire = dict(raw) if not compressed else self._wire(collective, rank, size)
         return {kind: Traffic(raw[kind], wire.get(kind, 0)) for kind in raw}
+
+    def buffer_bytes(self, collective: str, rank: int, size: int) -> int:
+        """Return the bytes of the messages that a rank holds in one compressed call.
+
+        Args:
+            collective: As for :meth:`traffic`.
+            rank: Likewise.
+            size: Likewise.
+        """
+        if collective == "all_reduce" and one_shot(size):
+            return size * self.slices(1, equal=False)[0].size
+        pieces = self.slices(size, equal=collective != "all_reduce")
+        gathered = size * max(piece.size for piece in pieces)
+        scattered = sum(piece.size for piece in pieces) + size * pieces[rank].size
+        return (gathered if collective != "reduce_scatter" else 0) + (
+            scattered if collective != "all_gather" else 0
+        )
 
     def _wire(self, collective: str, rank: int, size: int) -> dict[str, int]:
         wire: dict[str, int] = {}

@@ -9,6 +9,7 @@ from megatron_taco.config import Settings
 from megatron_taco.config.data_parallel import Gradients, Weights
 from megatron_taco.patching.data import DataParallelHooks
 from megatron_taco.patching.data_flows import expected_flows
+from megatron_taco.patching.data_methods import maker
 from megatron_taco.patching.data_plans import GRADIENTS, WEIGHTS, Stream
 from megatron_taco.patching.flows import FlowCheck
 from megatron_taco.telemetry.counters import Counters, Flow, FlowTotal
@@ -32,15 +33,18 @@ def data_parallel_hooks(
         if not part.enabled:
             return None
         name, arguments = part.build()
+        method = part.method if isinstance(part, Gradients) else None
         return Stream(
             role=role,
-            compressor=compressors.build(name, **arguments),
+            compressor=None if method else compressors.build(name, **arguments),
+            method=method,
             exclude=frozenset(settings.exclude),
             min_bytes=settings.min_bytes,
             start_step=settings.start_step,
         )
 
     inside = settings.gradients.inside_node()
+    by_method = settings.gradients.method is not None
     return DataParallelHooks(
         gradients=stream(GRADIENTS, settings.gradients),
         weights=stream(WEIGHTS, settings.weights),
@@ -48,6 +52,7 @@ def data_parallel_hooks(
         inside_node=None if inside is None else compressors.build("block_integer", **inside),
         ranks_per_node=settings.gradients.ranks_per_node,
         seed=seed,
+        make_method=maker(*settings.gradients.build(), seed) if by_method else None,
         counter=lambda role, collective: counters[Flow(role, collective)],
     )
 

@@ -94,4 +94,14 @@ DATA_TARGETS: tuple[Target, ...] = (
         axis="data",
         why="tells the kind of each parameter in a bucket",
     ),
+    Target(
+        name="data.generate_state_dict",
+        module="megatron.training.checkpointing",
+        attribute="generate_state_dict",
+        versions=SUPPORTED,
+        depends_on=("generate_state_dict", "save_checkpoint"),
+        parameters=("args", "model", "optimizer", "iteration"),
+        axis="data",
+        why="the memory of gradient methods goes into checkpoints",
+    ),
 )

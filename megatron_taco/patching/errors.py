@@ -35,3 +35,7 @@ class AlreadyAppliedError(PatchError):
 
 class UndoError(PatchError):
     """Something of ours was replaced by someone else, so it could not be put back."""
+
+
+class BoundaryError(PatchError):
+    """Pipeline boundaries do not fit the model, its stages or what the run does with them."""

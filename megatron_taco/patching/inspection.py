@@ -100,6 +100,7 @@ def inspect_target(
     Returns:
         The finding; nothing is raised for what Megatron looks like.
     """
+    package = path is not None and path.name == "__init__.py"
 
     def finding(
         status: Status,
@@ -110,7 +111,7 @@ def inspect_target(
         return Finding(
             target=target,
             status=status,
-            file="/".join(target.module.split(".")) + ".py",
+            file="/".join(target.module.split(".")) + ("/__init__.py" if package else ".py"),
             version=version,
             fingerprints=fingerprints or {},
             like=like,

@@ -11,11 +11,20 @@ from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Settings
 from megatron_taco.patching import data_flows, tensor
+from megatron_taco.patching.data_memory import GradientMemory
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks, StepListener
+from megatron_taco.patching.model_init import TARGET as MODEL_INIT
+from megatron_taco.patching.model_init import Listener, ModelInit
+from megatron_taco.patching.pipeline_session import (
+    pipeline_checks,
+    pipeline_flows,
+    pipeline_hooks,
+)
 from megatron_taco.patching.preparation import Preparation
 from megatron_taco.patching.registry import Applied, Registry
+from megatron_taco.telemetry.costs import Cost
 from megatron_taco.telemetry.counters import Counters, Flow
 from megatron_taco.telemetry.reporter import Reporter
 
@@ -57,6 +66,7 @@ class Session:
         step_listeners: called with the step, counted from 0, before each training step, once the
             session has prepared it.
         policy_file: where rank 0 keeps the policy of ``auto``, or None.
+        stages: pipeline-parallel size.
         knows_messages: whether Megatron's arguments are there, as in any loop of
             ``megatron.training``; ``auto`` needs them.
     """
@@ -75,19 +85,29 @@ class Session:
         router_type: type[Router] = Router,
         step_listeners: Sequence[StepListener] = (),
         policy_file: Path | None = None,
+        stages: int = 1,
         knows_messages: bool = True,
     ) -> None:
         settings = config.compression.tensor_parallel
         compressing = settings.enabled
         flows = tensor.all_flows() if compressing else []
-        flows += data_flows.all_flows() if config.compression.data_parallel.enabled else []
+        data_settings = config.compression.data_parallel
+        if data_settings.enabled:
+            flows += data_flows.all_flows(data_settings.gradients.method)
+        flows += pipeline_flows(config)
         self.counters = Counters(flows)
+        self.boundaries = pipeline_hooks(config, self.counters)
         self.reporter = Reporter(
             counters=self.counters,
             stream=stream,
             metrics=metrics,
             log_interval=log_interval,
+            extra=None if self.boundaries is None else self.boundaries.figures,
         )
+        self.costs: list[Cost] = []
+        self._steps = 0
+        if self.boundaries is not None:
+            self.boundaries.note = self._note_angles
         self._applied: Applied | None = None
         self._registry: Registry | None = None
         self.router: Router | None = None
@@ -95,6 +115,8 @@ class Session:
         self._preparation: Preparation | None = None
         if compressing:
             router = tensor_parallel_router(config, self.counters, router_type)
+            self.costs.append(Cost("compression.tensor_parallel"))
+            router.watcher = self.costs[-1]
             self.router = router
             expected = tensor.expected_flows(
                 sequence_parallel=sequence_parallel,
@@ -119,9 +141,18 @@ class Session:
                 knows_messages=knows_messages,
             )
         self.data_parallel = data_parallel_hooks(config, self.counters, seed)
-        self.data_checks: list[FlowCheck] = []
+        self.axis_checks = pipeline_checks(config, totals=self.reporter.totals, stages=stages)
+        self._memory: GradientMemory | None = None
+        if self.data_parallel is not None and data_settings.gradients.method is not None:
+            self._memory = GradientMemory(
+                self.data_parallel,
+                data_settings.gradients.method,
+                fresh=data_settings.gradients.memory == "fresh",
+                say=self.reporter.say,
+            )
         if self.data_parallel is not None:
-            self.data_checks = data_parallel_checks(
+            self.costs.append(self.data_parallel.cost)
+            self.axis_checks += data_parallel_checks(
                 self.data_parallel,
                 config,
                 totals=self.reporter.totals,
@@ -132,13 +163,21 @@ class Session:
         self._forward_chunks = config.compression.tensor_parallel.forward_chunks
         self._error_every = config.telemetry.error_every
 
+    def _note_angles(self, angles: dict[str, dict[str, float]]) -> None:
+        self.reporter.note("projectors", self.current_step or 0, angles=angles)
+
     def _begin_step(self, step: int) -> None:
         if self.current_step is None:
             self._check_model_is_known()
             if step:
                 self.reporter.resumed(step)
             self._prepare()
+            if self._memory is not None:
+                from megatron.training import get_args
+
+                self._memory.resume(get_args())
         self.current_step = step + 1
+        self._steps += 1
         sampling = bool(self._error_every) and step % self._error_every == 0
         if self.router is not None:
             self.router.step = step
@@ -164,21 +203,32 @@ class Session:
     def _check_model_is_known(self) -> None:
         """Without its name the output layer would be taken for a hidden layer and compressed."""
         registry = self._registry
-        if self.router is not None and registry and not registry.hits.get("tensor.gpt_init"):
+        sections = ["compression.tensor_parallel"] if self.router is not None else []
+        sections += ["compression.pipeline_parallel"] if self.boundaries is not None else []
+        if sections and registry and not registry.hits.get(MODEL_INIT):
             raise FlowCheckError(
-                "compression.tensor_parallel: no GPTModel was built after compression was "
+                f"{', '.join(sections)}: no GPTModel was built after compression was "
                 "installed; install it before the model is built (only Megatron's GPTModel is "
                 "supported)"
             )
 
     def install(self, registry: Registry) -> None:
         """Claim and apply all hooks; raises a ``PatchError`` before anything is changed."""
+        listeners: list[Listener] = []
         if self.router is not None:
             tensor.TensorParallelHooks(self.router, self._forward_chunks).claim(registry)
+            listeners.append(tensor.TensorParallelHooks.model_built)
+        if self.boundaries is not None:
+            self.boundaries.claim(registry)
+            listeners.append(self.boundaries.model_built)
+        if listeners:
+            ModelInit(listeners).claim(registry)
         if self.data_parallel is not None:
             self.data_parallel.claim(registry)
+        if self._memory is not None:
+            self._memory.claim(registry)
         LoopHooks(
-            self.reporter, self._begin_step, self._begin_evaluation, (self.check, *self.data_checks)
+            self.reporter, self._begin_step, self._begin_evaluation, (self.check, *self.axis_checks)
         ).claim(registry)
         self._registry = registry
         self._applied = registry.apply()
@@ -197,10 +247,12 @@ class Session:
 
     def finish(self) -> None:
         """After training: the checks a short run still owes, and the end table (all ranks)."""
-        for check in (self.check, *self.data_checks):
+        for check in (self.check, *self.axis_checks):
             if check is not None:
                 check.finish()
-        self.reporter.finish()
+        if self.boundaries is not None:
+            self.boundaries.finish()
+        self.reporter.finish(self.costs, self._steps)
 
     def undo(self) -> None:
         """Restore the very objects that were replaced."""

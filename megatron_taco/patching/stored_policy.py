@@ -8,7 +8,7 @@ checkpoint with a policy loads without us.
 from __future__ import annotations
 
 import argparse
-from typing import Final
+from typing import Any, Final
 
 from megatron_taco.collectives.policy import Policy
 
@@ -49,15 +49,36 @@ def read(folder: str) -> tuple[Policy | None, str]:
     Returns:
         The policy and an empty string, or None and why there is none.
     """
+    record, why = read_attribute(folder, ATTRIBUTE)
+    if record is None:
+        return None, why
+    try:
+        return Policy.from_dict(record), ""
+    except Exception as error:  # whatever it is, the other ranks wait for an answer
+        return None, _unreadable(error)
+
+
+def read_attribute(folder: str, name: str) -> tuple[Any, str]:
+    """What Megatron's arguments in a checkpoint have by a name; one rank alone may call this.
+
+    Args:
+        folder: the checkpoint's folder.
+        name: the attribute.
+
+    Returns:
+        It and an empty string, or None and why there is none.
+    """
     from megatron.core import dist_checkpointing
 
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(folder):
             return None, "the checkpoint is not one of Megatron's distributed checkpoints"
         args = dist_checkpointing.load_common_state_dict(folder).get("args")
-        record = getattr(args, ATTRIBUTE, None)
-        if record is None:
-            return None, "the checkpoint holds none"
-        return Policy.from_dict(record), ""
+        record = getattr(args, name, None)
+        return record, "" if record is not None else "the checkpoint holds none"
     except Exception as error:  # whatever it is, the other ranks wait for an answer
-        return None, f"the checkpoint's cannot be read ({type(error).__name__}: {error})"
+        return None, _unreadable(error)
+
+
+def _unreadable(error: Exception) -> str:
+    return f"the checkpoint's cannot be read ({type(error).__name__}: {error})"

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from megatron_taco.collectives.router import Router
 from megatron_taco.patching.overlap import ForwardOverlap
+from megatron_taco.patching.overlay import Overlay
 from megatron_taco.patching.registry import Registry
 from megatron_taco.patching.scope import Kind, Pass, Scope
 from megatron_taco.telemetry.counters import Flow
@@ -101,17 +102,6 @@ def all_flows() -> list[Flow]:
     return [Flow(r, c) for r in roles for c in ("all_reduce", "reduce_scatter", "all_gather")]
 
 
-class _Overlay:
-    """A module or namespace in which some names are ours and all others are the original's."""
-
-    def __init__(self, base: Any, **names: Any) -> None:
-        self.__dict__.update(names)
-        self.__dict__["_base"] = base
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_base"], name)
-
-
 class TensorParallelHooks:
     """Claims every target of the tensor-parallel seam for one router.
 
@@ -168,10 +158,10 @@ class TensorParallelHooks:
         """
         distributed = original.distributed
         routed = self._all_reduce(lambda *a, **k: distributed.all_reduce(*a, **k), hit)
-        names: dict[str, Any] = {"distributed": _Overlay(distributed, all_reduce=routed)}
+        names: dict[str, Any] = {"distributed": Overlay(distributed, all_reduce=routed)}
         if self._overlap is not None:
             names["matmul"] = self._overlap.matmul(original.matmul)
-        return _Overlay(original, **names)
+        return Overlay(original, **names)
 
     def _all_gather(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -276,16 +266,11 @@ class TensorParallelHooks:
         return wrap
 
     @staticmethod
-    def _gpt_init(original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            hit()
-            original(self, *args, **kwargs)
-            output_layer = getattr(self, "output_layer", None)
-            if output_layer is not None:
-                setattr(output_layer, _KIND, "output_layer")
-
-        return __init__
+    def model_built(model: Any) -> None:
+        """Name the output layer of a new ``GPTModel``; a listener of ``ModelInit``."""
+        output_layer = getattr(model, "output_layer", None)
+        if output_layer is not None:
+            setattr(output_layer, _KIND, "output_layer")
 
     def claim(self, registry: Registry) -> None:
         """Claim all targets; nothing is replaced until the registry is applied."""
@@ -300,7 +285,6 @@ class TensorParallelHooks:
             "tensor.column_forward": self._module("linear", overlap.column if overlap else None),
             "tensor.row_forward": self._module("linear", overlap.row if overlap else None),
             "tensor.embedding_forward": self._module("embedding"),
-            "tensor.gpt_init": self._gpt_init,
         }
         for name, roles in _FUNCTIONS.items():
             claims[name] = self._function(roles)

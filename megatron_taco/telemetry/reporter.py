@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from megatron_taco.telemetry.console import flow_table, make_console, step_line
+from megatron_taco.telemetry.costs import Cost, cost_table, records
 from megatron_taco.telemetry.counters import Counters, FlowTotal
 
 Scalar = float | torch.Tensor
@@ -46,6 +47,7 @@ class Reporter:
         stream: where rank 0's console lines go.
         metrics: path of ``metrics.jsonl``, or None to write no file.
         log_interval: steps between two reports.
+        extra: gives further entries of a step's record; every rank calls it for every record.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class Reporter:
         stream: IO[str],
         metrics: Path | None,
         log_interval: int,
+        extra: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self.counters = counters
+        self._extra = extra
         self.log_interval = log_interval
         self._console = make_console(stream)
         self._stream = stream
@@ -77,6 +81,11 @@ class Reporter:
         if dist.get_rank() == 0 and self._metrics is not None:
             with self._metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+
+    def note(self, event: str, iteration: int, **values: Any) -> None:
+        """Write a record of its own kind into the metrics."""
+        record = {"event": event, "iteration": iteration, "time": time.time(), **values}
+        self._write(record)
 
     def say(self, line: str) -> None:
         """Print a line from rank 0."""
@@ -160,6 +169,7 @@ class Reporter:
             "tokens_per_s": tokens / seconds if seconds else None,
             "time": time.time(),
             "flows": {str(total.flow): self._flow_record(total) for total in flows},
+            **(self._extra() if self._extra is not None else {}),
         }
         self._write(record)
         self._write_scalars(writers, iteration, flows)
@@ -231,18 +241,31 @@ class Reporter:
         self._write({"event": label, "iteration": iteration, "loss": mean, "time": time.time()})
         self.say(f"{label} loss after step {iteration}: {mean:.4f}")
 
-    def finish(self) -> list[FlowTotal]:
-        """Print the end table from rank 0; every rank calls it."""
+    def finish(self, costs: Sequence[Cost] = (), steps: int = 0) -> list[FlowTotal]:
+        """Print the end tables from rank 0; every rank calls it.
+
+        Args:
+            costs: What compression costs this rank, the same axes on all ranks.
+            steps: Training steps of this process.
+        """
         totals = self.totals()
+        found: dict[str, dict[str, Any]] = {}
+        if costs:
+            numbers = [number for cost in costs for number in cost.numbers()]
+            largest = self._reduce(numbers, dist.ReduceOp.MAX)
+            found = records([cost.axis for cost in costs], largest, steps)
         if any(total.seen for total in totals):
             self._write(
                 {
                     "event": "end",
                     "time": time.time(),
                     "flows": {str(t.flow): self._flow_record(t) for t in totals if t.seen},
+                    "costs": found,
                 }
             )
             self.show(
                 flow_table(totals, "What the links carried (all ranks, training and evaluation)")
             )
+            if found:
+                self.show(cost_table(found))
         return totals

@@ -95,6 +95,8 @@ class _Run:
 
     def execute(self) -> int:
         """Check, agree, train; see :func:`run`."""
+        from torch.distributed.checkpoint import CheckpointException
+
         from megatron_taco.data import DataError
         from megatron_taco.patching.errors import PatchError
         from megatron_taco.patching.flows import FlowCheckError
@@ -124,7 +126,9 @@ class _Run:
                 return _complain(self.ranks, error, code)
             except ConfigError:
                 raise
-            except Exception as error:  # the last handler of the process: say who failed and where
+            # The last handler of the process: say who failed and where. What torch's checkpoints
+            # raise is no Exception.
+            except (Exception, CheckpointException) as error:
                 known = describe_known(error)
                 if known is not None:
                     return _complain(self.ranks, ConfigError(known), USER_ERROR)
@@ -229,6 +233,7 @@ class _Run:
         import torch.distributed as dist
         from megatron.training.global_vars import set_global_variables
 
+        from megatron_taco.patching.boundary_saved import check_saved
         from megatron_taco.patching.registry import registry
         from megatron_taco.patching.session import Session
         from megatron_taco.patching.startup import repair
@@ -236,6 +241,8 @@ class _Run:
 
         set_global_variables(args)
         repair(registry)
+        if not self.config.compression.pipeline_parallel.enabled:
+            check_saved(args, ())
         session = (self.make_session or Session)(
             self.config,
             stream=self.console,
@@ -246,6 +253,7 @@ class _Run:
             distributed_optimizer=args.use_distributed_optimizer,
             seed=args.seed,
             policy_file=self.folder.policy,
+            stages=args.pipeline_model_parallel_size,
         )
         self.session = session
         session.install(registry)
@@ -259,7 +267,7 @@ class _Run:
         session.finish()
         dist.destroy_process_group()
 
-    def _report_failure(self, error: Exception) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         step = None if self.session is None else self.session.current_step
         text = describe(error, rank=self.ranks.rank, step=step, logs=self.folder.log_path(0).parent)
         print(text, file=sys.stderr, flush=True)

@@ -219,3 +219,33 @@ def test_tied_copies_over_the_pipeline_and_skipped_steps(
     assert counted["dp.gradients.mlp reduce_scatter"]["nonfinite_blocks"] > 0
     assert counted["dp.gradients.tied_embedding reduce_scatter"]["compressed"] > 0
     assert counted["dp.weights.tied_embedding all_gather"]["compressed"] == 0
+
+
+def test_three_axes_at_once(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """TP 2 x PP 2 x DP 2: replicas are equal, both compressed axes are counted, with their costs.
+
+    Losses over 90 steps are in docs/results/three-axes.md.
+    """
+    config = write_config(tmp_path)
+    overrides = [
+        *SDP4BIT,
+        "compression.tensor_parallel.mode=on",
+        "megatron.tensor_model_parallel_size=2",
+        "megatron.pipeline_model_parallel_size=2",
+        "megatron.train_iters=2",
+    ]
+    found = run_ranks(train, 8, config, overrides, None, digests, init=False, timeout=300)
+    # Megatron numbers ranks by tensor, then data, then pipeline rank.
+    assert all(found[rank] == found[rank + 2] for rank in (0, 1, 4, 5))
+    assert found[0] != found[4]
+    end = next(line for line in metrics(tmp_path) if line["event"] == "end")
+    for flow in (
+        "tp.forward all_reduce",
+        "dp.gradients.mlp reduce_scatter",
+        "dp.weights.mlp all_gather",
+    ):
+        assert end["flows"][flow]["compressed"] > 0, flow
+    assert set(end["costs"]) == {"compression.tensor_parallel", "compression.data_parallel"}
+    for cost in end["costs"].values():
+        assert cost["buffer_bytes"] > 0
+        assert cost["host_ms_per_step"] > 0

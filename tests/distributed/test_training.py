@@ -168,7 +168,9 @@ def test_checkpoints_cross_over(run_ranks: RankRunner, tmp_path: Path) -> None:
         assert any(compressed) is (second is None)
 
 
-def test_resuming_on_another_schedule_is_explained(run_ranks: RankRunner, tmp_path: Path) -> None:
+def test_resuming_on_another_schedule_or_from_a_damaged_file_is_explained(
+    run_ranks: RankRunner, tmp_path: Path
+) -> None:
     config = write_config(tmp_path)
     save = [f"megatron.save={tmp_path / 'saved'}", "megatron.save_interval=2"]
     run_ranks(train, 1, config, [OFF, *save, "megatron.train_iters=2"], init=False, timeout=60)
@@ -179,6 +181,15 @@ def test_resuming_on_another_schedule_is_explained(run_ranks: RankRunner, tmp_pa
     assert "exit code 2" in text
     assert "error: megatron.load: the checkpoint was trained on another schedule" in text
     assert "megatron.override_opt_param_scheduler: true" in text
+    (damaged,) = (tmp_path / "saved").rglob("__0_0.distcp")
+    damaged.write_bytes(damaged.read_bytes()[:5000])
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(
+            train, 1, config, [OFF, f"megatron.load={tmp_path / 'saved'}"], init=False, timeout=60
+        )
+    text = " ".join(str(caught.value).split())
+    assert "exit code 1" in text
+    assert "rank 0 failed outside of a training step" in text
 
 
 def test_start_step_postpones_compression(run_ranks: RankRunner, tmp_path: Path) -> None:

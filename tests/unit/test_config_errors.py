@@ -78,11 +78,6 @@ CASES = {
         tensor_parallel("start_step: '3'"),
         f"{TP}.start_step: '3' is not allowed; allowed: a whole number",
     ),
-    "no axis yet": (
-        GOOD + "compression:\n  pipeline_parallel: {}",
-        "x.yaml:4: compression.pipeline_parallel: unknown key; allowed: tensor_parallel, "
-        "data_parallel (nearest: tensor_parallel)",
-    ),
     "clips without dual scales": (
         tensor_parallel("{published_clips: true, scales: merged_bf16}"),
         f"{TP}.published_clips: true needs scales: dual, but scales is merged_bf16; "

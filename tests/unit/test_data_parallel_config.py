@@ -1,13 +1,17 @@
 """`compression.data_parallel`: what it becomes, and what is refused, line and key named."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
+from torch.distributed import ProcessGroup
 
 from megatron_taco.compressors import BlockInteger, Taco
 from megatron_taco.config import Config, ConfigError, load
+from megatron_taco.config.gradient_methods import METHOD_SETTINGS, SPARSELOCO
+from megatron_taco.gradients import METHODS
+from megatron_taco.gradients.cd_adam import CDAdam
 from megatron_taco.patching import conflicts, data_conflicts
 from megatron_taco.patching.data_flows import all_flows, expected_flows
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
@@ -16,6 +20,16 @@ from megatron_taco.telemetry.counters import Counters, Flow
 
 MODE = "compression.data_parallel.mode"
 WEIGHTS = "compression.data_parallel.weights.compressor"
+
+
+class OneRank:
+    """What a method asks a process group when it is made."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
 
 
 def config(tmp_path: Path, section: dict[str, Any], **megatron: Any) -> Config:
@@ -141,6 +155,19 @@ def test_weights_are_expected_only_after_steps_that_were_taken(tmp_path: Path) -
             "nothing; choose a compressor for one of them, or mode: off",
         ),
         (
+            {"gradients": {"compressor": "powersgd", "ratio": 0.1}},
+            "gradients.ratio: 0.1 is not for compressor: powersgd, which has rank, "
+            "error_feedback, warm_start, memory",
+        ),
+        (
+            {"gradients": {"compressor": "tagc", "ratio": 1.0}},
+            "gradients.ratio: 1 is all values, which tagc cannot send; allowed: below 1",
+        ),
+        (
+            {"gradients": {"compressor": "sparseloco"}},
+            f"gradients.compressor: {SPARSELOCO}",
+        ),
+        (
             {"weights": {"compressor": "sdp4bit", "rounding": "stochastic"}},
             "weights.rounding: stochastic with difference: true only adds noise, since what is "
             "rounded away is in the next difference; set rounding: nearest",
@@ -192,6 +219,41 @@ def test_weights_need_masters_apart(tmp_path: Path, arguments: dict[str, Any], n
     (message,) = conflicts.check(loaded)
     assert message.startswith(f"{loaded.where(WEIGHTS)}: {WEIGHTS}: sdp4bit {needs}")
     assert conflicts.check(config(tmp_path, {"mode": "on"}, **arguments)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "change"),
+    [
+        ({"bf16": False, "fp16": True}, "set megatron.bf16: true instead of fp16"),
+        ({"save": "here", "ckpt_format": "torch"}, "set megatron.ckpt_format: torch_dist"),
+        ({"load": "here", "non_persistent_ckpt_type": "local"}, "remove megatron.non_persist"),
+    ],
+)
+def test_what_memory_does_not_go_with(
+    tmp_path: Path, arguments: dict[str, Any], change: str
+) -> None:
+    section = {"mode": "on", "gradients": {"compressor": "topk"}}
+    (message,) = conflicts.check(config(tmp_path, section, **arguments))
+    assert "does not go with compression.data_parallel.gradients.compressor: topk" in message
+    assert change in message
+    assert conflicts.check(config(tmp_path, {"mode": "on"}, **arguments)) == []
+
+
+def test_methods_with_memory_are_made_with_their_settings(tmp_path: Path) -> None:
+    assert set(METHOD_SETTINGS) == set(METHODS) - {"sparseloco"}
+    settings = {"compressor": "cd_adam", "block": 64, "transform": 32}
+    hooks = data_parallel_hooks(
+        config(tmp_path, {"mode": "on", "gradients": settings}), Counters(all_flows("cd_adam")), 1
+    )
+    assert hooks is not None
+    assert hooks.gradients is not None
+    assert hooks.make_method is not None
+    method = hooks.make_method(cast(ProcessGroup, OneRank()), "bucket")
+    assert isinstance(method, CDAdam)
+    assert method.compressor == BlockInteger(4, 64, 32)
+    flows = expected_flows(hooks.gradients, distributed_optimizer=True)
+    assert flows == [Flow("dp.gradients.cd_adam", "reduce_scatter")]
+    assert set(flows) <= set(all_flows("cd_adam"))
 
 
 def test_one_rank_has_nothing_to_compress(tmp_path: Path) -> None:

@@ -48,7 +48,14 @@ def test_every_preset_is_a_valid_model_section(tmp_path: Path) -> None:
 
 
 def test_every_published_preset_has_a_configuration_file() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"demo-cpu", *PUBLISHED}
+    three_axes = {"3d-demo-cpu", "3d-gpt-350m", "3d-llama-1b"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"demo-cpu", *three_axes, *PUBLISHED}
+    for name in three_axes:
+        config = load(CONFIGS / f"{name}.yaml")
+        assert config.run.name == name
+        assert config.compression.tensor_parallel.enabled
+        assert config.compression.data_parallel.gradients.compressor == "sdp4bit"
+        assert config.compression.data_parallel.weights.compressor == "sdp4bit"
     for name in PUBLISHED:
         config = load(CONFIGS / f"{name}.yaml")
         assert config.model.preset == name

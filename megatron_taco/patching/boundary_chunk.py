@@ -1,0 +1,239 @@
+"""The boundaries of one model chunk: where they sit in its forward pass and in checkpoints.
+
+    receiving half    before the first layer, on what Megatron set as the block's input
+    in place          after a layer within the chunk, also where layers are recomputed
+    sending half      after the last layer; what it returns is what Megatron sends
+
+All by forward hooks of the very modules, so a chunk without boundaries runs Megatron's code alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_taco.boundaries import Boundary, BoundarySettings, Chain
+from megatron_taco.patching.boundary_layout import Span
+from megatron_taco.patching.boundary_message import ATTRIBUTE, Arrived, MessageForm, Outgoing
+from megatron_taco.patching.errors import BoundaryError
+from megatron_taco.patching.token_ids import TokenIds
+
+NAME = "pipeline_boundaries"
+"""The chunk's name for its boundaries, and the beginning of their keys in checkpoints."""
+
+
+class SavedSettings(nn.Module):
+    """What a model's boundaries are, in its checkpoints, so that others are refused.
+
+    Args:
+        settings: of all boundaries.
+        depths: of the whole model.
+    """
+
+    def __init__(self, settings: BoundarySettings, depths: tuple[int, ...]) -> None:
+        super().__init__()
+        self._settings = {
+            "boundary": settings.kind,
+            "rank": settings.rank,
+            "anchors": settings.anchors,
+            "after_layers": list(depths),
+        }
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the settings for ``state_dict``."""
+        return self._settings
+
+    def set_extra_state(self, state: Any) -> None:
+        """Refuse a checkpoint with other boundaries.
+
+        Raises:
+            BoundaryError: with the keys that differ, and both values.
+        """
+        differing = [
+            f"{key}: {here!r} (the checkpoint's is {state[key]!r})"
+            for key, here in self._settings.items()
+            if state[key] != here
+        ]
+        if differing:
+            raise BoundaryError(
+                f"compression.pipeline_parallel: {', '.join(differing)}; a boundary is part of "
+                "the model, so set what it was trained with, or load another checkpoint"
+            )
+
+
+class ChunkBoundaries(nn.Module):
+    """A submodule of ``GPTModel`` that holds a chunk's boundaries and hooks them in.
+
+    Args:
+        settings: of all boundaries.
+        span: the chunk's part of the model.
+        form: of the messages between stages.
+        ids: the token ids of the running micro-batch.
+        tensor_group: the tensor-parallel group.
+        sequence_parallel: whether a rank holds its own part of the sequence.
+        first_of_stage: whether it is the stage's first chunk, which keeps the settings.
+    """
+
+    def __init__(
+        self,
+        settings: BoundarySettings,
+        span: Span,
+        form: MessageForm,
+        ids: TokenIds,
+        tensor_group: torch.distributed.ProcessGroup,
+        sequence_parallel: bool,
+        first_of_stage: bool = True,
+    ) -> None:
+        super().__init__()
+        if first_of_stage:
+            self.settings = SavedSettings(settings, span.depths)
+        self.chain = Chain(settings, len(span.depths), span.first, span.last)
+        self.span = span
+        self._form, self._ids = form, ids
+        self._group, self._sequence_parallel = tensor_group, sequence_parallel
+        for parameter in self.chain.parameters():
+            # Megatron's marks: summed over TP under SP; trained like embeddings by Muon's recipes.
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+
+    @property
+    def boundaries(self) -> dict[int, Boundary]:
+        """The boundaries by their numbers, ascending."""
+        found = {}
+        for number in range(1, len(self.span.depths) + 1):
+            boundary = self.chain.boundary(number)
+            if boundary is not None:
+                found[number] = boundary
+        return found
+
+    def attach(self, model: Any) -> None:
+        """Become part of a ``GPTModel`` that has just been built.
+
+        Raises:
+            BoundaryError: a boundary's layer is not in the model's block.
+        """
+        model.add_module(NAME, self)
+        block = model.decoder
+        if model.pre_process:
+            model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        block.register_forward_pre_hook(self._enter)
+        block.register_forward_hook(self._leave, always_call=True)
+        layers = {layer.layer_number: layer for layer in block.layers}
+        for depth, number in self.span.inside.items():
+            if depth not in layers:
+                raise BoundaryError(
+                    f"boundary {number}: layer {depth} is not in its chunk, whose layers are "
+                    f"{sorted(layers)}"
+                )
+            hook = partial(self._cross, self.boundaries[number])
+            layers[depth].register_forward_hook(hook)
+
+    def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the token ids [b, s] of a chunk that begins with the embedding."""
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is not None and self._sequence_parallel:
+            parts = torch.distributed.get_world_size(self._group)
+            ids = ids.chunk(parts, dim=1)[torch.distributed.get_rank(self._group)]
+        self._ids.current = ids
+
+    def _enter(self, block: Any, args: tuple[Any, ...]) -> None:
+        """Decode what arrived into the block's input."""
+        number = self.span.at_start
+        if number is None:
+            return
+        boundary, z = self.chain.boundary(number), block.input_tensor
+        assert boundary is not None
+        arrived = getattr(z, ATTRIBUTE, None)
+        if not isinstance(arrived, Arrived):
+            raise BoundaryError(
+                f"boundary {number}: the stage's input did not come through Megatron's pipeline "
+                "communicator, so it cannot be decoded; use its forward-backward functions"
+            )
+        s, b, _ = z.shape
+        size = boundary.wire_bytes(s, b, z.dtype)
+        payload, ids = self._form.split(arrived.message, size, s, b, ids=True)
+        with torch.no_grad():
+            z.copy_(boundary.unpack(payload, s, b, z.dtype))
+        delattr(z, ATTRIBUTE)
+        self._ids.current = ids
+        block.set_input_tensor(boundary.decode(z, ids))
+
+    def _cross(self, boundary: Boundary, layer: Any, args: Any, output: Any) -> Any:
+        """Pass a boundary in place after a layer, whose output is (hidden states, context)."""
+        hidden, *rest = output
+        return (boundary(hidden, self._ids.current), *rest)
+
+    def _leave(self, block: Any, args: Any, output: Any) -> Any:
+        """Encode the block's output [s, b, d] where the chunk is cut: z with its message."""
+        ids, self._ids.current = self._ids.current, None
+        number = self.span.at_end
+        if number is None or not isinstance(output, Tensor):
+            return output
+        boundary = self.chain.boundary(number)
+        assert boundary is not None
+        z = boundary.encode(output, ids)
+        message = self._form.join(boundary.pack(z), ids, z.dtype)
+        s, b, d = output.shape
+        setattr(z, ATTRIBUTE, Outgoing(message, (s, b, d)))
+        return z
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Megatron's sharded state: keys by depth, one copy saved of what two stages hold.
+
+        Args:
+            prefix: of the keys.
+            sharded_offsets: of Megatron; empty for a model chunk.
+            metadata: of Megatron.
+        """
+        from megatron.core.transformer.utils import (
+            ensure_metadata_has_dp_cp_group,
+            make_sharded_tensors_for_checkpoint,
+        )
+
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state = self.state_dict(prefix="", keep_vars=True)
+        made: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self._group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name in state:
+            entry = made[f"{prefix}{name}"]
+            entry.key = prefix + self._key(name)
+            if self._is_copy(name, state[name]):
+                entry.replica_id = (1, *entry.replica_id[1:])
+            if name.endswith(".table") and isinstance(state[name], nn.Parameter):
+                # Rows of a vocabulary padded for another tensor-parallel size.
+                entry.allow_shape_mismatch = True
+        return made
+
+    def _key(self, name: str) -> str:
+        """The name by depth of one entry, the same however the model is cut."""
+        _, *path = name.split(".")
+        if len(path) < 2 or not path[1].isdigit():
+            return name
+        number = int(path[1])
+        if path[0] == "boundaries":
+            depth = self.span.depths[number - 1]
+        else:
+            depth = self.span.depths[number - 1] if number else 0
+        return ".".join([path[0], f"after_layer_{depth}", *path[2:]])
+
+    def _is_copy(self, name: str, value: Any) -> bool:
+        """Whether another stage saves the same: the settings, and what both ends of a cut hold."""
+        if name.startswith("settings."):
+            return self.span.at_start is not None
+        start = self.span.at_start
+        of_start = start is not None and name.startswith(f"chain.boundaries.{start}.")
+        return of_start and not isinstance(value, nn.Parameter)

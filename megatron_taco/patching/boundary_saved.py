@@ -1,0 +1,77 @@
+"""What the checkpoint that a run is about to load says about boundaries.
+
+Read before Megatron loads: a model with other boundaries would end in a message about tensors, or
+in none where Megatron ignores what it does not know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_taco.patching.boundary_chunk import NAME
+from megatron_taco.patching.errors import BoundaryError
+
+_SECTION = "compression.pipeline_parallel"
+_BOUNDARY = re.compile(rf"{re.escape(NAME)}\.boundaries\.after_layer_(\d+)\.")
+
+
+def saved_depths(args: argparse.Namespace) -> list[int] | None:
+    """Depths of the boundaries in the checkpoint of ``megatron.load``.
+
+    Args:
+        args: Megatron's arguments.
+
+    Returns:
+        The depths, ascending; None if there is no distributed checkpoint to be loaded.
+    """
+    from megatron.core.dist_checkpointing import check_is_distributed_checkpoint
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+    from megatron.training.checkpointing import (
+        get_checkpoint_name,
+        get_checkpoint_tracker_filename,
+    )
+
+    if getattr(args, "load", None) is None:
+        return None
+    tracker = Path(get_checkpoint_tracker_filename(args.load))
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text(encoding="utf-8").strip()
+    step = text if getattr(args, "ckpt_step", None) is None else str(args.ckpt_step)
+    release = step == "release"
+    folder = get_checkpoint_name(
+        args.load, 0 if release else int(step), release, return_base_dir=True
+    )
+    if not check_is_distributed_checkpoint(folder):
+        return None
+    keys = map(str, load_sharded_metadata(folder))
+    return sorted({int(found.group(1)) for found in map(_BOUNDARY.match, keys) if found})
+
+
+def check_saved(args: argparse.Namespace, depths: Sequence[int]) -> None:
+    """Refuse a checkpoint whose boundaries are not those of this run.
+
+    Args:
+        args: Megatron's arguments, before it loads.
+        depths: of this run's boundaries; empty where there are none.
+
+    Raises:
+        BoundaryError: with both lists of depths.
+    """
+    saved = saved_depths(args)
+    if saved is None or saved == list(depths):
+        return
+    if not depths:
+        raise BoundaryError(
+            f"{_SECTION}.mode: off, but the checkpoint of megatron.load has boundaries after "
+            f"layers {saved}, which are part of its model; set mode: on with the settings it was "
+            "trained with (they are in place where no stage is cut)"
+        )
+    has = f"boundaries after layers {saved}" if saved else "no boundaries"
+    raise BoundaryError(
+        f"{_SECTION}.after_layers: {list(depths)}, but the checkpoint of megatron.load has {has}; "
+        "a boundary is part of the model, so name the same depths or load another checkpoint"
+    )

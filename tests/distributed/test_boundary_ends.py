@@ -1,0 +1,110 @@
+"""What both ends of a boundary do together: gradients, sums in order, the proof of agreement."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_taco.boundaries import Boundary, BoundarySettings, build
+from megatron_taco.collectives.ordered import ordered_all_reduce_
+from megatron_taco.patching.boundary_agreement import DisagreementError, check_agreement
+from megatron_taco.patching.boundary_gradients import EXCHANGE, Groups, whole_gradients
+from megatron_taco.telemetry.counters import Counters
+from tests.ranks import RankRunner
+
+HIDDEN, RANK = 24, 4
+
+
+def cut(number: int, ends: str) -> Boundary:
+    return build(BoundarySettings(kind="mapl", hidden=HIDDEN, rank=RANK), number, ends)
+
+
+def noise(*key: int) -> torch.Tensor:
+    """The same values in every process, FP32 [d, r]."""
+    seed = sum(part * 1000**place for place, part in enumerate(key))
+    return torch.randn(HIDDEN, RANK, generator=torch.Generator().manual_seed(seed))
+
+
+def four_ranks(rank: int, world_size: int, tokens: int | None) -> dict[str, Any]:
+    """Two replicas (even and odd ranks) of two stages with the boundaries 1 and 2 between them."""
+    import torch.distributed as dist
+
+    replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    stage, replica = divmod(rank, 2)
+    # Interleaved chunks: boundary 1 goes from stage 0 to 1, boundary 2 back again.
+    ends = ("sender", "receiver") if stage == 0 else ("receiver", "sender")
+    boundaries = {number: cut(number, end) for number, end in zip((1, 2), ends, strict=True)}
+    for number, boundary in boundaries.items():
+        for part in boundary.gradient_parts().values():
+            part.copy_(noise(number, stage, replica))
+    counters = Counters([EXCHANGE])
+    groups = Groups((replicas[stage],), 0.5, pipelines[replica])
+    count = None if tokens is None else torch.tensor([tokens])
+    whole = whole_gradients(boundaries, groups, count, counters)
+    return {"whole": whole, "sent": counters[EXCHANGE].wire, "messages": counters[EXCHANGE].seen}
+
+
+@pytest.mark.parametrize("tokens", [None, 7])
+def test_both_ends_have_the_same_whole_gradient(run_ranks: RankRunner, tokens: int | None) -> None:
+    found = run_ranks(four_ranks, 4, tokens)
+    for number in (1, 2):
+        parts = [
+            sum(noise(number, stage, replica).double() for replica in (0, 1)) / 2
+            for stage in (0, 1)
+        ]
+        expected = (parts[0] + parts[1]) / (tokens or 1)
+        for rank in found:
+            torch.testing.assert_close(rank["whole"][number].double(), expected, rtol=0, atol=1e-6)
+            assert torch.equal(rank["whole"][number], found[0]["whole"][number])
+    assert {rank["messages"] for rank in found} == {1}
+    assert {rank["sent"] for rank in found} == {2 * HIDDEN * RANK * 4}
+
+
+def sums(rank: int, world_size: int) -> list[torch.Tensor]:
+    import torch.distributed as dist
+
+    found = []
+    for size in (0, 1, 3, 1000):
+        generator = torch.Generator().manual_seed(rank)
+        tensor = torch.randn(size, generator=generator) * 10.0**rank
+        ordered_all_reduce_(tensor, dist.group.WORLD)
+        found.append(tensor)
+    return found
+
+
+def test_sums_are_taken_in_the_order_of_the_ranks(run_ranks: RankRunner) -> None:
+    found = run_ranks(sums, 3)
+    for index, size in enumerate((0, 1, 3, 1000)):
+        terms = [
+            torch.randn(size, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+            for rank in range(3)
+        ]
+        expected = (terms[0] + terms[1]) + terms[2]
+        assert all(torch.equal(rank[index], expected) for rank in found)
+
+
+def disagree(rank: int, world_size: int, spoil: bool) -> str:
+    """Boundary 1 between ranks 0 and 1, boundary 2 between ranks 1 and 2."""
+    held = {
+        0: {1: cut(1, "sender")},
+        1: {1: cut(1, "receiver"), 2: cut(2, "sender")},
+        2: {2: cut(2, "receiver")},
+    }[rank]
+    if spoil and rank == 2:
+        projector = held[2].projector
+        assert projector is not None
+        projector.a[3, 1] += 1e-7
+    try:
+        check_agreement(held, 2, torch.device("cpu"))
+    except DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def test_one_bit_at_one_end_fails_every_rank_by_name(run_ranks: RankRunner) -> None:
+    assert run_ranks(disagree, 3, False) == [""] * 3
+    assert (
+        run_ranks(disagree, 3, True)
+        == ["boundary 2: the projector differs between ranks [1] | [2]"] * 3
+    )
