@@ -14,6 +14,7 @@ from megatron_taco.kernels.tiles import interleave_last, split_last
 # Adding 1.5 * 2^23 rounds |q| < 2^22 to an integer, ties to even, and leaves it in the low bits.
 # Numbers of these bits are compared and limited like those that they stand for.
 ROUNDER = tl.constexpr(12582912.0)
+WIDE_ROUNDER = tl.constexpr(1.5 * 2.0**52)  # the same for FP64
 
 
 @triton.jit
@@ -89,13 +90,17 @@ def _pack(q, BITS: tl.constexpr):
 
 
 @triton.jit
-def quantised(y, inverse, START: tl.constexpr):
+def quantised(y, inverse, START: tl.constexpr, MODE: tl.constexpr):
     """Return y * inverse, FP32, if ``START`` is 0; else that product and ``START`` in one rounding.
 
-    An integer is in the lowest bits then, see ``ROUNDER``.
+    An integer is in the lowest bits then, see ``ROUNDER``. Triton's interpreter rounds the product
+    of a fused multiply-add, so there FP64, which holds it, is rounded to an integer first.
     """
     if START == 0:
         q = y * inverse
+    elif MODE == PORTABLE:
+        exact = y.to(tl.float64) * tl.broadcast_to(inverse, y.shape).to(tl.float64)
+        q = ((exact + WIDE_ROUNDER) - WIDE_ROUNDER + START).to(tl.float32)
     else:
         start = tl.full(y.shape, START, tl.float32)
         q = tl.fma(y, tl.broadcast_to(inverse, y.shape), start)

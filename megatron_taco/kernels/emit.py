@@ -107,7 +107,7 @@ def emit(
     # Where codes are packed the smallest is made 0.
     START: tl.constexpr = ROUNDER + (0 if BITS == 8 else 1 << (BITS - 1))
     FLOATS: tl.constexpr = FORMAT == "e4m3" or FORMAT == "e5m2"
-    q = quantised(y, inverse, 0.0 if FLOATS else START)
+    q = quantised(y, inverse, 0.0 if FLOATS else START, MODE)
     if DUAL:
         unusual = ~usable
     else:  # a subnormal scale may be so inexact that a quotient rounds to more than T
