@@ -70,18 +70,18 @@ class Quantizer(Section):
     """
 
     kind: Literal["none", "int8", "int4", "e4m3", "rvq"] = "none"
-    block: int | None = None
+    block: Literal[32, 64, 128, 256, 512] | None = None
     rotation: Literal["hadamard", "none"] | None = None
-    width: int | None = None
-    rounds: int | None = None
-    codes: int | None = None
-    parts: int | None = None
-    decay: float | None = None
-    dead: float | None = None
-    candidates: int | None = None
-    warmup_steps: int | None = None
-    sample: int | None = None
-    iterations: int | None = None
+    width: int | None = Field(default=None, ge=1)
+    rounds: int | None = Field(default=None, ge=1)
+    codes: int | None = Field(default=None, ge=2, le=256)
+    parts: int | None = Field(default=None, ge=0, le=256)
+    decay: float | None = Field(default=None, ge=0, lt=1)
+    dead: float | None = Field(default=None, ge=0)
+    candidates: int | None = Field(default=None, ge=1)
+    warmup_steps: int | None = Field(default=None, ge=1)
+    sample: int | None = Field(default=None, ge=1)
+    iterations: int | None = Field(default=None, ge=1)
 
     def options(self) -> dict[str, Any]:
         """Return the options that are set."""

@@ -90,7 +90,10 @@ class ChunkBoundaries(nn.Module):
         super().__init__()
         if first_of_stage:
             self.settings = SavedSettings(settings, span.depths)
-        self.chain = Chain(settings, len(span.depths), span.first, span.last)
+        try:
+            self.chain = Chain(settings, len(span.depths), span.first, span.last)
+        except ValueError as error:
+            raise BoundaryError(f"compression.pipeline_parallel: {error}") from None
         self.span = span
         self._form, self._ids = form, ids
         self._group, self._sequence_parallel = tensor_group, sequence_parallel
