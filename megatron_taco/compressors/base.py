@@ -222,3 +222,8 @@ class Compressor(ABC):
         if out.dtype not in dtypes:
             raise TypeError(f"{found}, allowed are {', '.join(map(str, dtypes))}")
         raise ValueError(f"{found}, expected contiguous {list(shape)} on {device}")
+
+
+def into(out: Tensor | None, result: Tensor) -> Tensor:
+    """Return ``result``, or ``out`` with it, rounded to its dtype."""
+    return result if out is None else out.copy_(result)

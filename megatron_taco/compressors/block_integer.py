@@ -31,7 +31,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from megatron_taco.compressors.base import VALUE_DTYPES, Compressor
+from megatron_taco.compressors.base import VALUE_DTYPES, Compressor, into
 from megatron_taco.compressors.blocks import (
     absolute_maximum,
     clamp_exponent,
@@ -151,11 +151,11 @@ class BlockInteger(Compressor):
         rows, numel = x.shape
         self.check_out(out, (rows, self.payload_bytes(numel)), (torch.uint8,), x.device)
         if x.numel() == 0:
-            return _into(out, x.new_empty(rows, self.payload_bytes(numel), dtype=torch.uint8))
+            return into(out, x.new_empty(rows, self.payload_bytes(numel), dtype=torch.uint8))
         columns = to_columns(x.detach(), self.block)
         e = clamp_exponent(floor_exponent(absolute_maximum(columns)))
         y = self._rotate(columns * power_of_two(-e))
-        return _into(out, self._emit(y, e, rows, numel, self._norm))
+        return into(out, self._emit(y, e, rows, numel, self._norm))
 
     @property
     def _norm(self) -> float:
@@ -214,14 +214,14 @@ class BlockInteger(Compressor):
         rows = payloads.shape[0]
         self.check_out(out, (rows, numel), (dtype,), payloads.device)
         if numel == 0:
-            return _into(out, torch.empty(rows, 0, dtype=dtype, device=payloads.device))
+            return into(out, torch.empty(rows, 0, dtype=dtype, device=payloads.device))
         q = self._code.unpack(self._layout.read_codes(payloads, numel))
         (scales,) = self._layout.read_scales(payloads, numel)
         e = own_exponent(floor_exponents(scales, None), self._code.limit)
         factor = relative_scale(scales, None, e) * self._norm
         values = self._rotate(q).mul_(factor.reshape(-1))
         values.mul_(power_of_two(e).reshape(-1))
-        return _into(out, from_columns(values, rows, numel, dtype))
+        return into(out, from_columns(values, rows, numel, dtype))
 
     def _rotated_sum(self, payloads: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Return FP32 z [B, g] and e [g]: the sum over the rows, rotated, is z * 2^e."""
@@ -245,10 +245,10 @@ class BlockInteger(Compressor):
         self.check_payloads(payloads, numel)
         self.check_out(out, (numel,), VALUE_DTYPES, payloads.device)
         if numel == 0:
-            return _into(out, torch.empty(0, dtype=torch.float32, device=payloads.device))
+            return into(out, torch.empty(0, dtype=torch.float32, device=payloads.device))
         z, e = self._rotated_sum(payloads, numel)
         values = self._rotate(z).mul_(power_of_two(e) * self._norm)
-        return _into(out, from_columns(values, 1, numel, torch.float32)[0])
+        return into(out, from_columns(values, 1, numel, torch.float32)[0])
 
     def reduce_encode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         """Encode the sum of uint8 [P, payload_bytes(numel)] again: uint8 [payload_bytes(numel)].
@@ -269,9 +269,9 @@ class BlockInteger(Compressor):
         self.check_payloads(payloads, numel)
         self.check_out(out, (self.payload_bytes(numel),), (torch.uint8,), payloads.device)
         if numel == 0:
-            return _into(out, payloads.new_empty(0))
+            return into(out, payloads.new_empty(0))
         z, e = self._rotated_sum(payloads, numel)
-        return _into(out, self._emit(z, e, 1, numel, 1.0)[0])
+        return into(out, self._emit(z, e, 1, numel, 1.0)[0])
 
     def nonfinite_blocks(self, payloads: Tensor, numel: int) -> Tensor:
         """Count the groups of uint8 [R, bytes] whose scale is NaN: 0-dim int64, not synchronised.
@@ -282,7 +282,3 @@ class BlockInteger(Compressor):
         """
         self.check_payloads(payloads, numel)
         return self._layout.read_scales(payloads, numel)[0].isnan().sum()
-
-
-def _into(out: Tensor | None, result: Tensor) -> Tensor:
-    return result if out is None else out.copy_(result)

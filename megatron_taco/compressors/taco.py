@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from megatron_taco.compressors import published
-from megatron_taco.compressors.base import VALUE_DTYPES, Compressor
+from megatron_taco.compressors.base import VALUE_DTYPES, Compressor, into
 from megatron_taco.compressors.blocks import (
     absolute_maximum,
     clamp_exponent,
@@ -196,10 +196,10 @@ class Taco(Compressor):
         rows, numel = x.shape
         self.check_out(out, (rows, self.payload_bytes(numel)), (torch.uint8,), x.device)
         if x.numel() == 0:
-            return _into(out, x.new_empty(rows, self.payload_bytes(numel), dtype=torch.uint8))
+            return into(out, x.new_empty(rows, self.payload_bytes(numel), dtype=torch.uint8))
         if kernels := self._kernels(x.device):
             return kernels.encode_rows(self._kernel_settings, x, out)
-        return _into(out, self._encode(x))
+        return into(out, self._encode(x))
 
     def _encode(self, x: Tensor) -> Tensor:
         rows, numel = x.shape
@@ -255,10 +255,10 @@ class Taco(Compressor):
         rows = payloads.shape[0]
         self.check_out(out, (rows, numel), (dtype,), payloads.device)
         if numel == 0:
-            return _into(out, torch.empty(rows, 0, dtype=dtype, device=payloads.device))
+            return into(out, torch.empty(rows, 0, dtype=dtype, device=payloads.device))
         if kernels := self._kernels(payloads.device):
             return kernels.decode_rows(self._kernel_settings, payloads, numel, dtype, out)
-        return _into(out, self._decode(payloads, numel, dtype))
+        return into(out, self._decode(payloads, numel, dtype))
 
     def _decode(self, payloads: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         q = self._code.unpack(self._layout.read_codes(payloads, numel))
@@ -315,14 +315,14 @@ class Taco(Compressor):
         self.check_payloads(payloads, numel)
         self.check_out(out, (numel,), VALUE_DTYPES, payloads.device)
         if numel == 0:
-            return _into(out, torch.empty(0, dtype=torch.float32, device=payloads.device))
+            return into(out, torch.empty(0, dtype=torch.float32, device=payloads.device))
         if kernels := self._kernels(payloads.device):
             return kernels.decode_sum(self._kernel_settings, payloads, numel, out)
         if self.published_clips:
-            return _into(out, self._published_sum(payloads, numel))
+            return into(out, self._published_sum(payloads, numel))
         z, e = self._rotated_sum(payloads, numel)
         values = self._unrotate(z).mul_(power_of_two(e) * self._norm)
-        return _into(out, from_columns(values, 1, numel, torch.float32)[0])
+        return into(out, from_columns(values, 1, numel, torch.float32)[0])
 
     def peer_problem(self, device: torch.device) -> str | None:
         """Say why there is no kernel to sum by on ``device``; None if there is one."""
@@ -375,13 +375,13 @@ class Taco(Compressor):
         self.check_payloads(payloads, numel)
         self.check_out(out, (self.payload_bytes(numel),), (torch.uint8,), payloads.device)
         if numel == 0:
-            return _into(out, payloads.new_empty(0))
+            return into(out, payloads.new_empty(0))
         if kernels := self._kernels(payloads.device):
             return kernels.reduce_encode(self._kernel_settings, payloads, numel, out)
         if self.published_clips:
-            return _into(out, self.encode(self._published_sum(payloads, numel)))
+            return into(out, self.encode(self._published_sum(payloads, numel)))
         z, e = self._rotated_sum(payloads, numel)
-        return _into(out, self._emit(z, e, 1, numel, rotate=False)[0])
+        return into(out, self._emit(z, e, 1, numel, rotate=False)[0])
 
     def nonfinite_blocks(self, payloads: Tensor, numel: int) -> Tensor:
         """Count the blocks of uint8 [R, bytes] whose scale is NaN: 0-dim int64, not synchronised.
@@ -400,10 +400,6 @@ class Taco(Compressor):
         if kernels := self._kernels(device):
             return kernels.warm_up(self._kernel_settings, shapes, dtypes, device)
         return []
-
-
-def _into(out: Tensor | None, result: Tensor) -> Tensor:
-    return result if out is None else out.copy_(result)
 
 
 class _Reference(Taco):
