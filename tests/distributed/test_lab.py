@@ -37,6 +37,8 @@ print("up", flush=True)
 time.sleep(600)
 """
 """Starts one child in the rank's session and one that leaves it."""
+PRINT_LINK = "import os; os.write(1, (os.environ['MEGATRON_TACO_LINK'] + '\\n').encode())"
+"""One write a rank: ``print`` may write its newline apart, and another rank's text between the two."""
 RING = """
 import os, socket, sys
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -55,7 +57,7 @@ with reach((rank + 1) % ranks) as there, server.accept()[0] as here:
     there.shutdown(socket.SHUT_WR)
     got = b"".join(iter(lambda: here.recv(65536), b""))
 assert got == bytes([(rank - 1) % ranks]) * 300_000
-print("ring", rank, flush=True)
+os.write(1, b"ring %d\\n" % rank)
 """
 
 
@@ -208,8 +210,7 @@ def test_up_run_down(call: Call) -> None:
     lab = found.group(1)
     try:
         assert not _gone(lab)
-        code = "import os; print(os.environ['MEGATRON_TACO_LINK'])"
-        done = call("lab", "run", "--lab", lab, "--cpu", "--", "-c", code)
+        done = call("lab", "run", "--lab", lab, "--cpu", "--", "-c", PRINT_LINK)
         assert done.returncode == 0, done.stderr
         link = json.loads(done.stdout.splitlines()[0])["link"]
         assert (link["rate"], link["mtu"], link["delay_us"]) == (200_000_000, 4000, 0)
@@ -227,9 +228,8 @@ def test_up_run_down(call: Call) -> None:
 
 def test_delay_works_or_says_that_netem_is_missing(call: Call) -> None:
     """A delay is made where the kernel can; else it is refused, and nothing stays."""
-    code = "import os; print(os.environ['MEGATRON_TACO_LINK'])"
     link = ["--hosts", "2", "--rate", "1Gbit", "--delay", "20ms"]
-    done = call("lab", "run", *link, "--cpu", "--", "-c", code)
+    done = call("lab", "run", *link, "--cpu", "--", "-c", PRINT_LINK)
     if _refused(done):
         if _may_make_namespaces():
             assert re.search("netem|tbf", done.stderr)
