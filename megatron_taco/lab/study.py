@@ -107,7 +107,7 @@ def run_record(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "steps": sorted(steps),
         "loss": [line["loss"] for line in ordered],
         "validation": sorted(validation.items()),
-        "step_ms": statistics.median(line["step_ms"] for line in ordered),
+        "step_ms": statistics.median([line["step_ms"] for line in ordered] or [0.0]),
         "orthonormality": max(
             (each["orthonormality"] for row in moving for each in row.values()), default=None
         ),

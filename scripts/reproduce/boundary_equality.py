@@ -19,8 +19,6 @@ import argparse
 import hashlib
 import itertools
 import json
-import multiprocessing
-import os
 import platform
 import sys
 import time
@@ -32,6 +30,7 @@ from typing import Any
 import torch
 
 from megatron_taco.cli.lab_arguments import words
+from megatron_taco.lab.forked import Forked
 from megatron_taco.lab.markdown import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -80,7 +79,6 @@ STAGE_STEPS, LAYOUT_STEPS, LONG_STEPS, SAVED_EVERY = 50, 5, 1000, 100
 PARTS = ("stages", "layouts", "orthonormality")
 SEQUENCES = 8
 TIMEOUT_S = 240.0
-PRELOAD = ["torch.distributed", "megatron.training.training", "megatron.core.models.gpt.gpt_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +122,8 @@ def layouts() -> Iterator[Layout]:
         yield Layout(dp=dp, tp=tp, sp=sp, pp=pp, micro_batches=micro_batches, per_token=per_token)
 
 
-def rank_main(rank: int, environment: dict[str, str], overrides: list[str], folder: str) -> None:
-    """Train as one rank; leaves what it holds of each boundary in ``folder``."""
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    log = os.open(f"{folder}/rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    torch.set_num_threads(1)
+def rank_main(folder: Path, name: str, overrides: list[str]) -> int:
+    """Train as one rank; leaves what it holds of each boundary in its run folder."""
     from megatron_taco.patching.session import Session
     from megatron_taco.training.run import run
 
@@ -144,13 +137,15 @@ def rank_main(rank: int, environment: dict[str, str], overrides: list[str], fold
                 held[number] = {k: v.clone() for k, v in boundary.shared_state().items()}
                 held[number]["rounded"] = float(boundary.projector.orthonormality(torch.bfloat16))
                 held[number]["repairs"] = boundary.projector.repairs
-            torch.save(held, f"{folder}/held{rank}.pt")
+            torch.save(held, folder / name / f"held{torch.distributed.get_rank()}.pt")
 
-    sys.exit(run(f"{folder}/../model.yaml", overrides, make_session=Looking))
+    torch.set_num_threads(1)
+    common = [f"run.dir={folder}", f"run.name={name}", f"data.cache={folder / 'data'}"]
+    return run(str(folder / "model.yaml"), [*common, *overrides], make_session=Looking)
 
 
 class Runner:
-    """Trains on processes that are forked from one which has imported Megatron.
+    """Trains, and compares what ranks hold.
 
     Args:
         folder: Of run folders, logs and checkpoints.
@@ -160,49 +155,21 @@ class Runner:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "model.yaml").write_text(MODEL, encoding="utf-8")
-        os.environ |= {
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "PYTHONWARNINGS": "ignore",
-        }
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._forked = Forked(cpu=True)
 
     def train(self, name: str, ranks: int, overrides: list[str]) -> list[dict[int, dict[str, Any]]]:
         """Train on some ranks; returns what each holds of its boundaries, by number."""
-        from torch.distributed import TCPStore
-
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-        }
-        common = [f"run.dir={self.folder}", f"run.name={name}", f"data.cache={self.folder}/data"]
-        arguments = (environment, [*common, *overrides], str(folder))
-        processes = [
-            self._context.Process(target=rank_main, args=(rank, *arguments))
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + TIMEOUT_S
-        try:
-            for process in processes:
-                process.join(max(0.0, deadline - time.monotonic()))
-            if any(process.exitcode != 0 for process in processes):
-                codes = [process.exitcode for process in processes]
-                text = (folder / "rank0.txt").read_text(encoding="utf-8")[-3000:]
-                sys.exit(f"{name}: exit codes {codes}\n{text}")
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        return [torch.load(folder / f"held{rank}.pt") for rank in range(ranks)]
+        log = self.folder / f"{name}.log"
+        codes = self._forked.run(
+            rank_main,
+            (self.folder, name, overrides),
+            ranks=ranks,
+            log=log,
+            timeout_s=TIMEOUT_S,
+        )
+        if any(codes):
+            sys.exit(f"{name}: exit codes {codes}\n{Path(f'{log}.0').read_text()[-3000:]}")
+        return [torch.load(self.folder / name / f"held{rank}.pt") for rank in range(ranks)]
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The logged steps of a run, each once."""

@@ -17,7 +17,6 @@ import contextlib
 import importlib.util
 import json
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from megatron_taco.data import DataError
 from megatron_taco.lab import study
 from megatron_taco.lab.corpus import Recipe, installed_roots
 from megatron_taco.lab.corpus_tokens import Prepared, prepare
+from megatron_taco.lab.forked import Forked
 from megatron_taco.lab.plot_file import plot_file
 from megatron_taco.training.run_folder import environment
 
@@ -45,8 +45,8 @@ UNCOMPRESSED, MAPL = "uncompressed", "mapl"
 CALIBRATION_STEPS = 30
 CHECKPOINTS = 4
 VALIDATIONS = 5
-GRACE_S = 25.0
-START_S = 30.0
+GRACE_S = 20.0
+START_S = 20.0
 """Seconds that a run may take to save when it is stopped, and to start."""
 
 
@@ -116,9 +116,9 @@ SMALL = Shape(
     ),
     depths=(1, 2, 3),
     rank=32,
-    vocab=2_048,
+    vocab=1_024,
     recipe=Recipe(limit=24_000_000),
-    eval_iters=24,
+    eval_iters=12,
     warmup_steps=50,
 )
 COMMON = (
@@ -132,6 +132,13 @@ COMMON = (
     "megatron.muon_nesterov=true",
     *("megatron.exit_signal_handler=true", "megatron.save_retain_interval=null"),
 )
+
+
+def train(config: str, overrides: list[str]) -> int:
+    """Train, in a process of its own; at SIGTERM Megatron saves a checkpoint and ends."""
+    from megatron_taco.training.run import run
+
+    return run(config, overrides)
 
 
 class Study:
@@ -148,6 +155,7 @@ class Study:
         self.folder: Path = args.page.with_suffix("")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.deadline = None if args.seconds is None else time.monotonic() + args.seconds
+        self._forked = Forked(cpu=args.small)
         self.facts = self._facts()
 
     def _facts(self) -> dict[str, Any]:
@@ -203,13 +211,17 @@ class Study:
                 print(f"== {arm}, seed {seed}, {self.facts['steps']} steps", flush=True)
                 start = time.monotonic()
                 code = self._train(arm, seed, self.facts["steps"], folder)
-                if code:
-                    print(f"== {arm} failed: see {folder / 'logs'}", file=sys.stderr, flush=True)
+                if code and self.left > GRACE_S:
+                    print(
+                        f"== {arm} failed: see {folder / 'trainer.log.0'}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                     failed = failed or code
                     continue
                 record = study.run_record(self._lines(folder))
                 if record["steps"][-1:] != [self.facts["steps"]]:
-                    print(f"== {arm} stopped after step {record['steps'][-1]}", flush=True)
+                    print(f"== {arm} stopped after step {record['steps'][-1:]}", flush=True)
                     return failed
                 record["seconds"] = time.monotonic() - start
                 self.file(arm, seed).write_text(json.dumps(record) + "\n", encoding="utf-8")
@@ -217,26 +229,19 @@ class Study:
         return failed
 
     def _train(self, arm: str, seed: int, steps: int, folder: Path, save: bool = True) -> int:
-        """Train one run, or go on with it; returns the trainer's exit code."""
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "megatron_taco.pretrain", "--config", str(CONFIG)),
-                *(f"run.dir={folder.parent}", f"run.name={folder.name}"),
-                *self.overrides(arm, seed, steps),
-                *(self._saving(folder, steps) if save else ["megatron.eval_interval=null"]),
-            ],
-            cwd=ROOT,
-            stdout=None if self.args.verbose else subprocess.DEVNULL,
+        """Train one run, or go on with it until the time is over; returns its exit code."""
+        overrides = [f"run.dir={folder.parent}", f"run.name={folder.name}"]
+        overrides += self.overrides(arm, seed, steps)
+        overrides += self._saving(folder, steps) if save else ["megatron.eval_interval=null"]
+        folder.mkdir(parents=True, exist_ok=True)
+        (code,) = self._forked.run(
+            train,
+            (str(CONFIG), overrides),
+            ranks=1,
+            log=folder / "trainer.log",
+            timeout_s=None if self.deadline is None else max(1.0, self.left - GRACE_S),
         )
-        try:
-            return process.wait(None if self.deadline is None else max(1.0, self.left - GRACE_S))
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            process.send_signal(signal.SIGTERM)  # Megatron saves a checkpoint and ends
-            return process.wait()
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        return 0 if code is None else code
 
     def overrides(self, arm: str, seed: int, steps: int) -> list[str]:
         """The trainer's settings of a run, but where it saves."""
@@ -262,7 +267,8 @@ class Study:
 
     @staticmethod
     def _lines(folder: Path) -> list[dict[str, Any]]:
-        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+        file = folder / "metrics.jsonl"
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
         return [json.loads(line) for line in text.splitlines()]
 
     def records(self) -> dict[str, dict[int, dict[str, Any]]]:
@@ -397,7 +403,6 @@ def main() -> int:
     parser.add_argument("--page", type=Path)
     parser.add_argument("--page-only", action="store_true", help="train nothing")
     parser.add_argument("--prepare-only", action="store_true", help="make the corpus alone")
-    parser.add_argument("--verbose", action="store_true", help="the trainer's lines, too")
     args = parser.parse_args()
     suffix = "-small" if args.small else ""
     args.data = args.data or ROOT / ".cache" / f"installed-packages{suffix}"
