@@ -106,8 +106,6 @@ class Session:
         )
         self.costs: list[Cost] = []
         self._steps = 0
-        if self.boundaries is not None:
-            self.boundaries.note = self._note_angles
         self._applied: Applied | None = None
         self._registry: Registry | None = None
         self.router: Router | None = None
@@ -140,6 +138,9 @@ class Session:
                 show=self.reporter.show,
                 knows_messages=knows_messages,
             )
+        if self.boundaries is not None:
+            self.boundaries.note = self._note_angles
+            self.costs.append(self.boundaries.cost)
         self.data_parallel = data_parallel_hooks(config, self.counters, seed)
         self.axis_checks = pipeline_checks(config, totals=self.reporter.totals, stages=stages)
         self._memory: GradientMemory | None = None
