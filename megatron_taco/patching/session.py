@@ -135,8 +135,6 @@ class Session:
         )
         self.costs: list[Cost] = []
         self._steps = 0
-        if boundaries is not None:
-            boundaries.note = self._note_angles
         self._applied: Applied | None = None
         self._registry: Registry | None = None
         self.router: Router | None = None
@@ -169,6 +167,9 @@ class Session:
                 show=self.reporter.show,
                 knows_messages=knows_messages,
             )
+        if boundaries is not None:
+            boundaries.note = self._note_angles
+            self.costs.append(boundaries.cost)
         data_parallel = data_parallel_hooks(config, self.counters, seed)
         self.data_parallel: DataAxis | None = data_parallel
         self.axis_checks = pipeline_checks(config, totals=self.reporter.totals, stages=stages)
