@@ -23,6 +23,7 @@ from megatron_taco.patching.boundary_layout import Span
 from megatron_taco.patching.boundary_message import ATTRIBUTE, Arrived, MessageForm, Outgoing
 from megatron_taco.patching.errors import BoundaryError
 from megatron_taco.patching.token_ids import TokenIds
+from megatron_taco.telemetry.costs import Cost
 
 NAME = "pipeline_boundaries"
 """The chunk's name for its boundaries, and the beginning of their keys in checkpoints."""
@@ -82,6 +83,7 @@ class ChunkBoundaries(nn.Module):
         tensor_group: the tensor-parallel group.
         sequence_parallel: whether a rank holds its own part of the sequence.
         sample: told of what enters a boundary [s, b, d] in training, with its token ids.
+        cost: of the axis.
         first_of_stage: whether it is the stage's first chunk, which keeps the settings.
     """
 
@@ -94,6 +96,7 @@ class ChunkBoundaries(nn.Module):
         tensor_group: torch.distributed.ProcessGroup,
         sequence_parallel: bool,
         sample: Callable[[Boundary, Tensor, Tensor | None], None],
+        cost: Cost,
         first_of_stage: bool = True,
     ) -> None:
         super().__init__()
@@ -108,6 +111,7 @@ class ChunkBoundaries(nn.Module):
         self._group, self._sequence_parallel = tensor_group, sequence_parallel
         self._sample = sample
         self._hooks: list[Any] = []
+        self._cost = cost
         for parameter in self.chain.parameters():
             # Megatron's marks: summed over TP under SP; trained like embeddings by Muon's recipes.
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
@@ -199,17 +203,19 @@ class ChunkBoundaries(nn.Module):
         s, b, _ = z.shape
         size = boundary.wire_bytes(s, b, z.dtype)
         payload, ids = self._form.split(arrived.message, size, s, b, ids=True)
-        with torch.no_grad():
-            z.copy_(boundary.unpack(payload, s, b, z.dtype))
-        delattr(z, ATTRIBUTE)
-        self._ids.current = ids
-        block.set_input_tensor(boundary.decode(z, ids))
+        with self._cost.timed():
+            with torch.no_grad():
+                z.copy_(boundary.unpack(payload, s, b, z.dtype))
+            delattr(z, ATTRIBUTE)
+            self._ids.current = ids
+            block.set_input_tensor(boundary.decode(z, ids))
 
     def _cross(self, boundary: Boundary, layer: Any, args: Any, output: Any) -> Any:
         """Pass a boundary in place after a layer, whose output is (hidden states, context)."""
         hidden, *rest = output
         self._watch(boundary, hidden, self._ids.current)
-        return (boundary(hidden, self._ids.current), *rest)
+        with self._cost.timed():
+            return (boundary(hidden, self._ids.current), *rest)
 
     def _leave(self, block: Any, args: Any, output: Any) -> Any:
         """Encode the block's output [s, b, d] where the chunk is cut: z with its message."""
@@ -220,8 +226,9 @@ class ChunkBoundaries(nn.Module):
         boundary = self.chain.boundary(number)
         assert boundary is not None
         self._watch(boundary, output, ids)
-        z = boundary.encode(output, ids)
-        message = self._form.join(boundary.pack(z), ids, z.dtype)
+        with self._cost.timed():
+            z = boundary.encode(output, ids)
+            message = self._form.join(boundary.pack(z), ids, z.dtype)
         s, b, d = output.shape
         setattr(z, ATTRIBUTE, Outgoing(message, (s, b, d)))
         return z

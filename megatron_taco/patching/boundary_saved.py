@@ -7,9 +7,14 @@ in none where Megatron ignores what it does not know.
 from __future__ import annotations
 
 import argparse
+import io
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch.distributed import checkpoint
 
 from megatron_taco.patching.boundary_chunk import NAME
 from megatron_taco.patching.errors import BoundaryError
@@ -58,8 +63,21 @@ def saved_depths(args: argparse.Namespace) -> list[int] | None:
     folder = checkpoint_folder(args)
     if folder is None:
         return None
-    keys = map(str, load_sharded_metadata(folder))
-    return sorted({int(found.group(1)) for found in map(_BOUNDARY.match, keys) if found})
+    keys = list(map(str, load_sharded_metadata(folder)))
+    depths = {int(found.group(1)) for found in map(_BOUNDARY.match, keys) if found}
+    return sorted(depths) or _depths_in_settings(keys, folder)
+
+
+def _depths_in_settings(keys: Iterable[str], folder: str) -> list[int]:
+    """Depths of boundaries that have no tensors to be saved: those that code each value."""
+    key = next((key for key in keys if key.startswith(f"{NAME}.settings.")), None)
+    if key is None:
+        return []
+    state: dict[str, Any] = {key: io.BytesIO()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load")
+        checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+    return list(state[key][0]["after_layers"])
 
 
 def check_saved(args: argparse.Namespace, depths: Sequence[int]) -> None:

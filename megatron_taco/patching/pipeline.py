@@ -48,6 +48,7 @@ from megatron_taco.patching.subspace_model import (
     level_moments,
 )
 from megatron_taco.patching.token_ids import TokenIds
+from megatron_taco.telemetry.costs import Cost
 from megatron_taco.telemetry.counters import Counters, Flow
 
 OWNER = "compression.pipeline_parallel"
@@ -80,6 +81,7 @@ class PipelineHooks:
         counters: count what is sent.
 
     Attributes:
+        cost: what the axis costs this rank.
         chunks: the model chunks of this process that have boundaries.
         optimizer: ends the boundaries' steps, once Megatron has made its optimisers.
         note: told now and then how far projectors have moved, see ``boundary_report.angles``.
@@ -89,7 +91,8 @@ class PipelineHooks:
         self._settings, self._counters = settings, counters
         self._ids = TokenIds()
         self._form = MessageForm(None)
-        self._wire = Wire(lambda: self._form, counters, self._end)
+        self.cost = Cost(OWNER, state=self._state_bytes)
+        self._wire = Wire(lambda: self._form, counters, self._end, self.cost)
         self._errors = BoundaryErrors()
         self.chunks: list[ChunkBoundaries] = []
         self._models: list[Any] = []
@@ -120,6 +123,11 @@ class PipelineHooks:
         if self._errors.sampling:
             self._errors.sample(boundary, x, ids, self._counters[FORWARD])
 
+    def _state_bytes(self) -> int:
+        """Bytes of projectors, anchors and codebooks with their momenta and statistics."""
+        tensors = [t for c in self.chunks for t in (*c.parameters(), *c.buffers())]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
     def model_built(self, model: Any) -> None:
         """Give a new ``GPTModel`` its boundaries; a listener of ``ModelInit``.
 
@@ -146,6 +154,7 @@ class PipelineHooks:
             model.pg_collection.tp,
             config.sequence_parallel,
             self._sample,
+            self.cost,
             first_of_stage=not self.chunks,
         )
         chunk.attach(model)
@@ -215,7 +224,7 @@ class PipelineHooks:
                 config = self._config_of(model[0])
                 groups = self.groups(config, kwargs.get("pg_collection"))
                 # The original leaves the global batch's number of tokens in num_tokens.
-                with torch.no_grad():
+                with torch.no_grad(), self.cost.timed():
                     gradients = whole_gradients(self.boundaries, groups, num_tokens, self._counters)
                     gradients |= summed_pulls(self.boundaries, groups)
                     statistics = summed_statistics(self.boundaries, groups)
@@ -309,6 +318,7 @@ class PipelineHooks:
             self._settings.resolved_lr(),
             parallel_state.get_model_parallel_group(),
             self._stepped,
+            self.cost,
         )
         chained(chain, self.optimizer)
 
