@@ -10,7 +10,7 @@ from typing import IO, Any, Protocol
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Settings
-from megatron_taco.patching import data_flows, tensor
+from megatron_taco.patching import data_flows, pipeline_conflicts, tensor
 from megatron_taco.patching.data_memory import GradientMemory
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
@@ -52,6 +52,8 @@ def tensor_parallel_router(
 
 class PipelineAxis(Protocol):
     """What a session needs of its pipeline boundaries; see :class:`pipeline.PipelineHooks`."""
+
+    sampling: bool
 
     def model_built(self, model: Any) -> None:
         """Give a new ``GPTModel`` its boundaries."""
@@ -133,6 +135,7 @@ class Session:
             log_interval=log_interval,
             extra=None if boundaries is None else boundaries.figures,
         )
+        self._config, self._knows_messages = config, knows_messages
         self.costs: list[Cost] = []
         self._steps = 0
         self._applied: Applied | None = None
@@ -203,6 +206,8 @@ class Session:
             if step:
                 self.reporter.resumed(step)
             self._prepare()
+            for line in self._warnings():
+                self.reporter.say(f"warning: {line}")
             if self._memory is not None:
                 from megatron.training import get_args
 
@@ -213,11 +218,21 @@ class Session:
         if self.router is not None:
             self.router.step = step
             self.router.sampling = sampling
+        if self.boundaries is not None:
+            self.boundaries.sampling = sampling
         if self.data_parallel is not None:
             self.data_parallel.step = step
             self.data_parallel.sampling = sampling
         for listener in self._step_listeners:
             listener(step)
+
+    def _warnings(self) -> list[str]:
+        """What this run will not do though its configuration seems to say so."""
+        if self.boundaries is None or not self._knows_messages:
+            return []
+        from megatron.training import get_args
+
+        return pipeline_conflicts.notes(self._config, get_args().train_iters)
 
     def _begin_evaluation(self, done: int) -> None:
         self._prepare()
