@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from megatron_taco.data.errors import DataError
+from megatron_taco.data.locking import file_lock
 from megatron_taco.data.writer import DocumentWriter, output_files
 from megatron_taco.lab.corpus import Corpus, Recipe, Text, collect
 
@@ -27,6 +28,7 @@ _BATCH: Final = 500
 _SAMPLE: Final = 64_000_000
 """Characters that the vocabulary is learned from, spread over all training documents."""
 _FORMAT: Final = 1
+_WAIT_S: Final = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +112,26 @@ def prepare(folder: Path, roots: Sequence[Path], recipe: Recipe, vocab: int) -> 
             made, or ``tokenizers`` is not installed.
     """
     wanted = {"format": _FORMAT, **asdict(recipe)}
-    ready = load(folder)
-    if ready is not None:
-        if ready.recipe != wanted or ready.vocab != vocab:
-            raise DataError(
-                f"{folder}: holds a corpus with the recipe {ready.recipe} and a vocabulary of "
-                f"{ready.vocab}, wanted are {wanted} and {vocab}; name another folder or remove it"
-            )
-        return ready
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(folder.with_name(f".{folder.name}.lock"), f"preparing {folder}", _WAIT_S):
+        found = load(folder)
+        if found is None:
+            _make(folder, roots, recipe, wanted, vocab)
+            found = load(folder)
+    if found is None:
+        raise DataError(f"{folder}: was changed by another program while it was written")
+    if found.recipe != wanted or found.vocab != vocab:
+        raise DataError(
+            f"{folder}: holds a corpus with the recipe {found.recipe} and a vocabulary of "
+            f"{found.vocab}, wanted are {wanted} and {vocab}; name another folder or remove it"
+        )
+    return found
+
+
+def _make(
+    folder: Path, roots: Sequence[Path], recipe: Recipe, wanted: dict[str, Any], vocab: int
+) -> None:
+    """Write a corpus beside its folder, then give it its name."""
     try:
         import tokenizers  # noqa: F401
     except ImportError as error:
@@ -127,17 +141,13 @@ def prepare(folder: Path, roots: Sequence[Path], recipe: Recipe, vocab: int) -> 
         ) from None
     corpus = collect(roots, recipe)
     hidden = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-    hidden.mkdir(parents=True)
+    hidden.mkdir()
     try:
-        made = _write(corpus, hidden, list(map(str, roots)), wanted, vocab)
+        _write(corpus, hidden, list(map(str, roots)), wanted, vocab)
         shutil.rmtree(folder, ignore_errors=True)
         hidden.rename(folder)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-    found = load(folder)
-    if found is None:
-        raise DataError(f"{folder}: {made} was changed by another program while it was written")
-    return found
 
 
 def learn_vocabulary(texts: Sequence[Text], vocab: int, sample: int = _SAMPLE) -> Tokenizer:
@@ -174,8 +184,8 @@ def learn_vocabulary(texts: Sequence[Text], vocab: int, sample: int = _SAMPLE) -
 
 def _write(
     corpus: Corpus, folder: Path, roots: list[str], recipe: dict[str, Any], vocab: int
-) -> str:
-    """Write vocabulary, token ids and description; returns the description's name."""
+) -> None:
+    """Write vocabulary, token ids and description."""
     tokenizer = learn_vocabulary(corpus.train, vocab)
     tokenizer.save(str(folder / "tokenizer.json"))
     sets = {"train": corpus.train, "valid": corpus.valid}
@@ -196,9 +206,8 @@ def _write(
         "tokens": tokens,
         "dropped": dict(corpus.dropped),
     }
-    name = "corpus.json"
-    (folder / name).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    return name
+    text = json.dumps(facts, indent=1) + "\n"
+    (folder / "corpus.json").write_text(text, encoding="utf-8")
 
 
 def _encode(texts: Sequence[Text], tokenizer: Tokenizer, writer: DocumentWriter) -> None:
