@@ -171,10 +171,12 @@ _TABLES: Final[dict[str, Callable[[Report], list[str]]]] = {
     "collectives": _collectives,
     "step": _step,
     "losses": _losses,
+    "study": lambda report: list(report["lines"]),
 }
 _SAYS: Final[dict[str, Callable[[Report], str]]] = {
     "kernels": _graphs,
     "collectives": _ranks,
     "step": _trained,
     "losses": lambda report: str(report["about"]["text"]),
+    "study": lambda report: str(report["about"]["text"]),
 }

@@ -10,10 +10,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
-from megatron_taco.lab import plots
 from megatron_taco.lab.loss_report import number
 from megatron_taco.lab.markdown import markdown_table
 
@@ -149,27 +147,23 @@ def table(
     return markdown_table(head, rows)
 
 
-def plot(
-    records: Mapping[str, Mapping[int, Mapping[str, Any]]], base: str, title: str, path: Path
-) -> None:
-    """Draw the curves of all arms, the mean of the seeds.
+def curves(records: Mapping[str, Mapping[int, Mapping[str, Any]]], base: str) -> dict[str, Any]:
+    """Return what is drawn of each arm: the mean losses of its seeds.
 
     Args:
         records: As for ``table``.
-        base: The arm that the training losses are shown against.
-        title: Of the figure.
-        path: A ``.svg`` or ``.png`` file.
+        base: The arm that training losses are shown against, of the seeds that both have.
     """
     arms: dict[str, Any] = {}
     for arm, runs in records.items():
-        seeds = [seed for seed in runs if seed in records.get(base, {})]
-        losses = [runs[seed]["loss"] for seed in seeds]
+        shown = list(runs.values())
+        losses = [run["loss"] for seed, run in runs.items() if seed in records.get(base, {})]
+        validation = zip(*(run["validation"] for run in shown), strict=True)
         arms[arm] = {
             "loss": [statistics.mean(map(number, step)) for step in zip(*losses, strict=True)],
             "validation": [
-                (step, statistics.mean(number(dict(run["validation"])[step]) for run in shown))
-                for shown in [list(runs.values())]
-                for step, _ in shown[0]["validation"]
+                (pairs[0][0], statistics.mean(number(loss) for _, loss in pairs))
+                for pairs in validation
             ],
         }
-    plots.draw({"benchmark": "study", "base": base, "title": title, "arms": arms}, path)
+    return arms

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import importlib.util
 import json
+import shlex
 import signal
 import sys
 import time
@@ -29,13 +31,13 @@ from megatron_taco.boundaries import BoundarySettings, QuantizerSettings
 from megatron_taco.boundaries.chain import Chain
 from megatron_taco.boundaries.rvq import ResidualVQ
 from megatron_taco.cli.lab_arguments import words
-from megatron_taco.config import load
+from megatron_taco.config import Config, load
 from megatron_taco.data import DataError
-from megatron_taco.lab import study
+from megatron_taco.lab import results_page, study
 from megatron_taco.lab.corpus import Recipe, installed_roots
 from megatron_taco.lab.corpus_tokens import Prepared, prepare
-from megatron_taco.lab.forked import Forked
 from megatron_taco.lab.plot_file import plot_file
+from megatron_taco.lab.study_runs import StudyRuns
 from megatron_taco.training.run_folder import environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -43,11 +45,7 @@ CONFIG = ROOT / "configs" / "llama-150m.yaml"
 SECTION = "compression.pipeline_parallel"
 UNCOMPRESSED, MAPL = "uncompressed", "mapl"
 CALIBRATION_STEPS = 30
-CHECKPOINTS = 4
 VALIDATIONS = 5
-GRACE_S = 20.0
-START_S = 20.0
-"""Seconds that a run may take to save when it is stopped, and to start."""
 
 
 def quantized(forward: str, **options: int) -> dict[str, Any]:
@@ -130,32 +128,31 @@ COMMON = (
     *("megatron.min_lr=0.001", "megatron.lr_warmup_fraction=0.1"),
     *("megatron.muon_scale_mode=shape_scaling", "megatron.muon_momentum=0.95"),
     "megatron.muon_nesterov=true",
-    *("megatron.exit_signal_handler=true", "megatron.save_retain_interval=null"),
 )
 
 
-def train(config: str, overrides: list[str]) -> int:
-    """Train, in a process of its own; at SIGTERM Megatron saves a checkpoint and ends."""
-    from megatron_taco.training.run import run
-
-    return run(config, overrides)
-
-
 class Study:
-    """The runs of a study, what they gave, and its page.
+    """The settings of a study, its runs, and its page.
 
     Args:
         args: Of the command line.
         corpus: What is trained on.
+        seconds: Of all runs, or None.
     """
 
-    def __init__(self, args: argparse.Namespace, corpus: Prepared) -> None:
+    def __init__(self, args: argparse.Namespace, corpus: Prepared, seconds: float | None) -> None:
         self.args, self.corpus = args, corpus
         self.shape = SMALL if args.small else WHOLE
         self.folder: Path = args.page.with_suffix("")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.deadline = None if args.seconds is None else time.monotonic() + args.seconds
-        self._forked = Forked(cpu=args.small)
+        self.runs = StudyRuns(
+            CONFIG,
+            self.overrides,
+            folder=self.folder,
+            runs=args.runs,
+            seconds=seconds,
+            cpu=args.small,
+        )
         self.facts = self._facts()
 
     def _facts(self) -> dict[str, Any]:
@@ -164,7 +161,9 @@ class Study:
         found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         steps = self.args.steps or found.get("steps")
         if steps is None:
-            steps = self._calibrate()
+            print(f"measuring {CALIBRATION_STEPS} steps", flush=True)
+            each = self.runs.step_seconds(MAPL, CALIBRATION_STEPS)
+            steps = max(2 * CALIBRATION_STEPS, int(self.args.seconds_per_arm / (1.1 * each)))
         here = {"steps": steps, "shape": self.shape.name, "corpus": self.corpus.digest}
         for key, value in here.items():
             if found.get(key, value) != value:
@@ -173,75 +172,16 @@ class Study:
                     "the same tokens: name another --page, or remove that folder"
                 )
         if not found:
-            found = {**here, "environment": environment(), "about": self.corpus.describe()}
+            command = shlex.join(["python", "scripts/reproduce/mapl_accuracy.py", *sys.argv[1:]])
+            date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+            run = {"command": command, "date": date, "commit": self.args.commit}
+            found = {**here, "environment": environment(), "run": run}
             file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return found
 
-    def _calibrate(self) -> int:
-        """How many steps the given time is enough for, from a short run of one arm."""
-        print(f"measuring {CALIBRATION_STEPS} steps", flush=True)
-        folder = self.args.runs / "calibration"
-        if self._train(MAPL, 1, CALIBRATION_STEPS, folder, save=False):
-            sys.exit(1)
-        lines = self._lines(folder)
-        times = sorted(line["step_ms"] for line in lines if line["event"] == "step")
-        each = times[len(times) // 2] / 1e3
-        return max(2 * CALIBRATION_STEPS, int(self.args.seconds_per_arm / (1.1 * each)))
-
-    @property
-    def left(self) -> float:
-        """Seconds left."""
-        return float("inf") if self.deadline is None else self.deadline - time.monotonic()
-
-    def file(self, arm: str, seed: int) -> Path:
-        """Where a finished run is kept."""
-        return self.folder / f"{arm}-seed{seed}.json"
-
     def run(self) -> int:
-        """Train what is missing; returns 0, or the exit code of the first run that failed."""
-        failed = 0
-        for seed in self.args.seeds:
-            for arm in self.args.arms:
-                if self.file(arm, seed).exists():
-                    continue
-                if self.left < START_S + GRACE_S:
-                    print("no time left: the same command goes on from here", flush=True)
-                    return failed
-                folder = self.args.runs / f"{arm}-seed{seed}"
-                print(f"== {arm}, seed {seed}, {self.facts['steps']} steps", flush=True)
-                start = time.monotonic()
-                code = self._train(arm, seed, self.facts["steps"], folder)
-                if code and self.left > GRACE_S:
-                    print(
-                        f"== {arm} failed: see {folder / 'trainer.log.0'}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    failed = failed or code
-                    continue
-                record = study.run_record(self._lines(folder))
-                if record["steps"][-1:] != [self.facts["steps"]]:
-                    print(f"== {arm} stopped after step {record['steps'][-1:]}", flush=True)
-                    return failed
-                record["seconds"] = time.monotonic() - start
-                self.file(arm, seed).write_text(json.dumps(record) + "\n", encoding="utf-8")
-                self.write()
-        return failed
-
-    def _train(self, arm: str, seed: int, steps: int, folder: Path, save: bool = True) -> int:
-        """Train one run, or go on with it until the time is over; returns its exit code."""
-        overrides = [f"run.dir={folder.parent}", f"run.name={folder.name}"]
-        overrides += self.overrides(arm, seed, steps)
-        overrides += self._saving(folder, steps) if save else ["megatron.eval_interval=null"]
-        folder.mkdir(parents=True, exist_ok=True)
-        (code,) = self._forked.run(
-            train,
-            (str(CONFIG), overrides),
-            ranks=1,
-            log=folder / "trainer.log",
-            timeout_s=None if self.deadline is None else max(1.0, self.left - GRACE_S),
-        )
-        return 0 if code is None else code
+        """Make the runs that are missing; returns an exit code."""
+        return self.runs.run(self.args.arms, self.args.seeds, self.facts["steps"])
 
     def overrides(self, arm: str, seed: int, steps: int) -> list[str]:
         """The trainer's settings of a run, but where it saves."""
@@ -258,72 +198,65 @@ class Study:
                 found.append(f"{warmup}={self.shape.warmup_steps}")
         return found
 
-    def _saving(self, folder: Path, steps: int) -> list[str]:
-        saved = folder / "checkpoints"
-        found = [f"megatron.save={saved}", f"megatron.save_interval={-(-steps // CHECKPOINTS)}"]
-        if (saved / "latest_checkpointed_iteration.txt").exists():
-            found.append(f"megatron.load={saved}")
-        return found
-
-    @staticmethod
-    def _lines(folder: Path) -> list[dict[str, Any]]:
-        file = folder / "metrics.jsonl"
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
-        return [json.loads(line) for line in text.splitlines()]
-
-    def records(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """All finished runs, by arm and seed, those of other calls included."""
-        found: dict[str, dict[int, dict[str, Any]]] = {}
-        for arm in ARMS:
-            for file in sorted(self.folder.glob(f"{arm}-seed*.json")):
-                seed = int(file.stem.rpartition("-seed")[2])
-                found.setdefault(arm, {})[seed] = json.loads(file.read_text(encoding="utf-8"))
-        return found
-
     def write(self) -> None:
         """Write the page's measured part, and the plot."""
-        records = self.records()
+        records = self.runs.records(list(ARMS))
         if not records:
             return
-        config = load(CONFIG, self.overrides(UNCOMPRESSED, 1, self.facts["steps"]))
-        batch = config.megatron["global_batch_size"]
-        length = config.megatron["seq_length"]
-        hidden = config.model.hidden_size or 0
-        sent = {arm: self.sent(arm, hidden, length) for arm in records}
+        base = UNCOMPRESSED if UNCOMPRESSED in records else next(iter(records))
+        sent = {arm: self.sent(arm) for arm in records}
+        report = {
+            "benchmark": "study",
+            "run": self.facts["run"],
+            "about": {"text": self.describe()},
+            "base": base,
+            "title": self.shape.name,
+            "arms": study.curves(records, base),
+            "lines": [
+                *study.table(records, {"bytes a token": sent}, (UNCOMPRESSED, MAPL)),
+                "",
+                "Bytes: of a boundary in BF16, forward / backward, without token ids (2 to 4 bytes "
+                "a token where there are anchors). Losses are of the held-out packages. "
+                "Unresolved: less than twice the spread of the seeds.",
+                "",
+                *projectors(records),
+            ],
+        }
+        section = results_page.Section(
+            name="losses", title=self.shape.name, aim="", report=report, folder=self.folder
+        )
+        results_page.write(self.args.page, [section])
+        print("\n".join(report["lines"]), flush=True)
+
+    def describe(self) -> str:
+        """What was trained on what."""
+        config = self.config(UNCOMPRESSED)
+        batch, length = config.megatron["global_batch_size"], config.megatron["seq_length"]
         tokens = batch * length * self.facts["steps"]
         env = self.facts["environment"]
-        lines = [
-            f"{self.shape.name}: {config.model.num_layers} layers, hidden {hidden}, rank "
+        return (
+            f"{config.model.num_layers} layers, hidden {config.model.hidden_size}, rank "
             f"{self.shape.rank}, boundaries after layers "
             f"{', '.join(map(str, self.shape.depths))} in place, "
             f"{'BF16' if config.megatron['bf16'] else 'FP32'}; {self.facts['steps']} steps of "
             f"{batch} sequences of {length} tokens: {tokens:,} tokens, the same for every arm, "
-            f"{tokens / self.corpus.tokens['train']:.2f} epochs. {self.facts['about']}",
-            "",
-            f"Muon (0.02) on hidden matrices, AdamW (0.01) on the rest, cosine to a tenth after "
+            f"{tokens / self.corpus.tokens['train']:.2f} epochs. {self.corpus.describe()} "
+            "Muon (0.02) on hidden matrices, AdamW (0.01) on the rest, cosine to a tenth after "
             f"10% warm-up. {', '.join(env['gpus']) or env['platform']}, torch "
             f"{env['versions']['torch']}, megatron-core {env['versions']['megatron-core']}, Python "
-            f"{env['python']}.",
-            "",
-            *study.table(records, {"bytes a token": sent}, (UNCOMPRESSED, MAPL)),
-            "",
-            "Bytes: of a boundary each way in BF16, forward / backward, without token ids (2 to 4 "
-            "bytes a token where there are anchors). Losses are of the held-out packages. "
-            "Unresolved: less than twice the spread of the seeds.",
-            "",
-            f"![Losses]({self.folder.name}/losses.svg)",
-            "",
-            *projectors(records),
-        ]
-        base = UNCOMPRESSED if UNCOMPRESSED in records else next(iter(records))
-        study.plot(records, base, self.shape.name, self.folder / "losses.svg")
-        put(self.args.page, lines)
+            f"{env['python']}."
+        )
 
-    def sent(self, arm: str, hidden: int, length: int) -> str:
+    def config(self, arm: str) -> Config:
+        """The configuration of an arm."""
+        return load(CONFIG, self.overrides(arm, 1, self.facts["steps"]))
+
+    def sent(self, arm: str) -> str:
         """Bytes a token that a boundary of an arm sends each way."""
+        config = self.config(arm)
+        hidden, length = config.model.hidden_size or 0, config.megatron["seq_length"]
         if not ARMS[arm]:
             return f"{2 * hidden} / {2 * hidden}"
-        config = load(CONFIG, self.overrides(arm, 1, self.facts["steps"]))
         axis = config.compression.pipeline_parallel
         quantizers = [
             QuantizerSettings(each.kind, each.options())
@@ -372,18 +305,6 @@ def projectors(records: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def put(page: Path, lines: list[str]) -> None:
-    """Write lines into a page between two comments; what is outside of them stays."""
-    start, end = "<!-- measured -->", "<!-- end -->"
-    block = "\n".join([start, *lines, end])
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    if start in text and end in text:
-        text = text.partition(start)[0] + block + text.partition(end)[2]
-    else:
-        text = f"{text or '# Accuracy of pipeline boundaries'}\n\n{block}\n".lstrip()
-    page.write_text(text, encoding="utf-8")
-
-
 def numbers(text: str) -> list[int]:
     """Parse a list of seeds."""
     return [int(each) for each in text.split(",")]
@@ -402,6 +323,7 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, help="folder of run folders and checkpoints")
     parser.add_argument("--page", type=Path)
     parser.add_argument("--page-only", action="store_true", help="train nothing")
+    parser.add_argument("--commit", default="not given", help="that is measured, for the page")
     parser.add_argument("--prepare-only", action="store_true", help="make the corpus alone")
     args = parser.parse_args()
     suffix = "-small" if args.small else ""
@@ -413,6 +335,7 @@ def main() -> int:
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
     shape = SMALL if args.small else WHOLE
+    start = time.monotonic()
     try:
         corpus = prepare(args.data, installed_roots(), shape.recipe, shape.vocab)
     except DataError as error:
@@ -425,10 +348,12 @@ def main() -> int:
     failed = 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
-        found = Study(args, corpus)
-        if not args.page_only:
-            failed = found.run()
-        found.write()
+        spent = time.monotonic() - start
+        found = Study(args, corpus, None if args.seconds is None else args.seconds - spent)
+        try:
+            failed = 0 if args.page_only else found.run()
+        finally:
+            found.write()
     return failed
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_taco.lab import study
+from megatron_taco.lab import plots, study
 
 PLAIN = {1: 3.00, 2: 3.10}
 
@@ -85,7 +85,10 @@ def test_the_table_and_the_curves(tmp_path: Path) -> None:
         "| plain |  | 2 | 3.0500 |  |",
         "| ours | 512 | 2 | 3.1050 | +0.0550 (+1.80%) |",
     ]
-    study.plot(records, "plain", "Two arms", tmp_path / "losses.svg")
+    arms = study.curves(records, "plain")
+    assert arms["ours"]["validation"] == [(20, pytest.approx(3.205)), (40, pytest.approx(3.105))]
+    report = {"benchmark": "study", "base": "plain", "title": "Two arms", "arms": arms}
+    plots.draw(report, tmp_path / "losses.svg")
     text = (tmp_path / "losses.svg").read_text()
     assert ">ours</text>" in text
     assert "training loss against plain, %, mean of 2 steps" in text
