@@ -40,14 +40,15 @@ def curves(figure: Figure, report: Mapping[str, Any]) -> None:
                 100 * (ours / plain - 1)
                 for ours, plain in zip(_mean(arm["loss"], window), _mean(base, window), strict=True)
             ]
-            training.plot(range(window, len(base) + 1), change, style, color=colour, label=name)
+            training.plot(range(window, len(base) + 1), change, style, color=colour)
     training.axhline(0, color="black", linewidth=0.8)
     validation.set_ylabel("validation loss")
     training.set_ylabel(f"training loss against {report['base']}, %, mean of {window} steps")
     for axes in (validation, training):
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
-    training.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    shown = validation.get_legend_handles_labels()
+    training.legend(*shown, fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle(report["title"], fontsize=9)
 
 

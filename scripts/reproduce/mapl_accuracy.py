@@ -17,7 +17,6 @@ import contextlib
 import datetime
 import importlib.util
 import json
-import shlex
 import signal
 import sys
 import time
@@ -172,7 +171,8 @@ class Study:
                     "the same tokens: name another --page, or remove that folder"
                 )
         if not found:
-            command = shlex.join(["python", "scripts/reproduce/mapl_accuracy.py", *sys.argv[1:]])
+            small = " --small" if self.args.small else ""
+            command = f"python scripts/reproduce/mapl_accuracy.py{small} --steps {steps}"
             date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
             run = {"command": command, "date": date, "commit": self.args.commit}
             found = {**here, "environment": environment(), "run": run}
@@ -188,7 +188,7 @@ class Study:
         found = [*COMMON, *self.corpus.overrides(), *self.shape.overrides]
         found += [f"megatron.seed={seed}", f"megatron.train_iters={steps}"]
         found += [f"megatron.eval_iters={self.shape.eval_iters}"]
-        found += [f"megatron.eval_interval={-(-steps // VALIDATIONS)}"]
+        found += [f"megatron.eval_interval={steps // VALIDATIONS + 1}"]  # and at the end
         if ARMS[arm]:
             settings = {"rank": self.shape.rank, "seed": seed, **ARMS[arm]}
             found += [f"{SECTION}.mode=on", f"{SECTION}.after_layers={list(self.shape.depths)}"]
@@ -242,7 +242,7 @@ class Study:
             f"{batch} sequences of {length} tokens: {tokens:,} tokens, the same for every arm, "
             f"{tokens / self.corpus.tokens['train']:.2f} epochs. {self.corpus.describe()} "
             "Muon (0.02) on hidden matrices, AdamW (0.01) on the rest, cosine to a tenth after "
-            f"10% warm-up. {', '.join(env['gpus']) or env['platform']}, torch "
+            f"10% warm-up. {', '.join(env['gpus']) or f'A CPU of {env["cpus"]} cores'}, torch "
             f"{env['versions']['torch']}, megatron-core {env['versions']['megatron-core']}, Python "
             f"{env['python']}."
         )
