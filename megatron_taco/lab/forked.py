@@ -20,7 +20,10 @@ _PRELOAD: Final = (
     "torch.distributed",
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.dist_checkpointing",
+    "megatron.core.tokenizers.text",
     "megatron.training.training",
+    "megatron_taco.patching.session",
+    "megatron_taco.training.run",
 )
 _END_S: Final = 60.0
 

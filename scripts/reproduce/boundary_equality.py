@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from megatron_taco.cli.lab_arguments import words
+from megatron_taco.data import ByteTokenizer, stdlib
 from megatron_taco.lab.forked import Forked
 from megatron_taco.lab.markdown import markdown_table
 
@@ -37,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SECTION = "compression.pipeline_parallel"
 MODEL = """
 run: {name: run, device: cpu}
-data: {source: python-stdlib, tokenizer: bytes}
+data: {train_path: %s, valid_path: %s, tokenizer: bytes}
 model:
   num_layers: 4
   hidden_size: 64
@@ -63,7 +64,7 @@ compression:
     mode: on
     rank: 16
     after_layers: [1, 2, 3]
-    check_every: 1
+    check_every: 0 # compared at the end
 """
 QUANTIZER = f"{SECTION}.quantizer"
 ARMS = {
@@ -140,7 +141,7 @@ def rank_main(folder: Path, name: str, overrides: list[str]) -> int:
             torch.save(held, folder / name / f"held{torch.distributed.get_rank()}.pt")
 
     torch.set_num_threads(1)
-    common = [f"run.dir={folder}", f"run.name={name}", f"data.cache={folder / 'data'}"]
+    common = [f"run.dir={folder}", f"run.name={name}"]
     return run(str(folder / "model.yaml"), [*common, *overrides], make_session=Looking)
 
 
@@ -154,7 +155,9 @@ class Runner:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "model.yaml").write_text(MODEL, encoding="utf-8")
+        data = stdlib.prepare(folder / "data", ByteTokenizer())
+        text = MODEL % (data.train_prefix, data.valid_prefix)
+        (folder / "model.yaml").write_text(text, encoding="utf-8")
         self._forked = Forked(cpu=True)
 
     def train(self, name: str, ranks: int, overrides: list[str]) -> list[dict[int, dict[str, Any]]]:
@@ -273,10 +276,7 @@ def run_orthonormality(runner: Runner, results: dict[str, Any]) -> Iterator[None
         while name not in results:
             done = int(tracker.read_text()) if tracker.exists() else 0
             end = done + SAVED_EVERY
-            overrides = [
-                f"megatron.bf16={str(dtype == 'bf16').lower()}",
-                f"{SECTION}.check_every=0",
-            ]
+            overrides = [f"megatron.bf16={str(dtype == 'bf16').lower()}"]
             overrides += [f"megatron.save={saved}", f"megatron.save_interval={SAVED_EVERY}"]
             overrides += [
                 f"megatron.train_iters={LONG_STEPS}",
