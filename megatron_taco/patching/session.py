@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+import torch
+
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Settings
 from megatron_taco.patching import data_flows, tensor
 from megatron_taco.patching.data_memory import GradientMemory
+from megatron_taco.patching.data_policy import BucketPolicy
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks, StepListener
@@ -48,6 +51,10 @@ def tensor_parallel_router(
         start_step=settings.start_step,
         counter=lambda role, collective: counters[Flow(role, collective)],
     )
+
+
+DATA_POLICY = "data-policy.json"
+"""Where the policy of the data-parallel axis is kept, beside that of the tensor-parallel one."""
 
 
 class Session:
@@ -143,6 +150,16 @@ class Session:
             self.costs.append(self.boundaries.cost)
         self.data_parallel = data_parallel_hooks(config, self.counters, seed)
         self.axis_checks = pipeline_checks(config, totals=self.reporter.totals, stages=stages)
+        self._bucket_policy: BucketPolicy | None = None
+        if self.data_parallel is not None and data_settings.mode == "auto":
+            self._bucket_policy = BucketPolicy(
+                self.data_parallel,
+                data_settings,
+                distributed_optimizer=distributed_optimizer,
+                file=policy_file and policy_file.with_name(DATA_POLICY),
+                say=self.reporter.say,
+                show=self.reporter.show,
+            )
         self._memory: GradientMemory | None = None
         if self.data_parallel is not None and data_settings.gradients.method is not None:
             self._memory = GradientMemory(
@@ -173,6 +190,8 @@ class Session:
             if step:
                 self.reporter.resumed(step)
             self._prepare()
+            if self._bucket_policy is not None:
+                self._bucket_policy.run()
             if self._memory is not None:
                 from megatron.training import get_args
 
@@ -184,10 +203,19 @@ class Session:
             self.router.step = step
             self.router.sampling = sampling
         if self.data_parallel is not None:
-            self.data_parallel.step = step
-            self.data_parallel.sampling = sampling
+            self.data_parallel.moment.step = step
+            self.data_parallel.moment.sampling = sampling
+            if self.data_parallel.local is not None:
+                self.data_parallel.local.begin_step(step)
         for listener in self._step_listeners:
             listener(step)
+
+    def _end_step(self, step: int) -> None:
+        """After a step of replicas that step apart."""
+        assert self.data_parallel is not None
+        assert self.data_parallel.local is not None
+        with torch.no_grad(), self.data_parallel.cost.timed():
+            self.data_parallel.local.end_step(step)
 
     def _begin_evaluation(self, done: int) -> None:
         self._prepare()
@@ -228,8 +256,14 @@ class Session:
             self.data_parallel.claim(registry)
         if self._memory is not None:
             self._memory.claim(registry)
+        local = None if self.data_parallel is None else self.data_parallel.local
         LoopHooks(
-            self.reporter, self._begin_step, self._begin_evaluation, (self.check, *self.axis_checks)
+            self.reporter,
+            self._begin_step,
+            self._begin_evaluation,
+            (self.check, *self.axis_checks),
+            see_optimizer=None if local is None else local.attach,
+            end_step=None if local is None else self._end_step,
         ).claim(registry)
         self._registry = registry
         self._applied = registry.apply()
