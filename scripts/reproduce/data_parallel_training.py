@@ -71,6 +71,7 @@ ARMS: dict[str, list[str]] = {
     "pactrain": _method("pactrain", "ternary=true"),
     "homomorphic": _method("homomorphic"),
     "cd-adam": _method("cd_adam"),
+    "sparseloco": _method("sparseloco", "local_steps=10", "ratio=0.25"),
 }
 METHODS = [name for name in ARMS if name not in ("sdp4bit-gradients", "int4-weights")]
 MODELS: dict[str, list[str]] = {
