@@ -8,7 +8,7 @@ schema (`config/`) to find.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +125,7 @@ def check(config: Config) -> list[str]:
         `LOCATION: KEY: found; why; what to change`, in a fixed order.
     """
     found = data_conflicts.check(config) + pipeline_conflicts.check(config)
+    found += [f"{config.where(k)}: {k}: {text}" for k, text in _late(config, config.megatron)]
     mode = config.compression.tensor_parallel.mode
     if mode == "off":
         return found
@@ -156,6 +157,7 @@ def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[st
     """
     found = data_conflicts.check_arguments(settings, arguments)
     found += pipeline_conflicts.check_arguments(settings, arguments)
+    found += [f"{k}: {text} ({settings.where(k)})" for k, text in _late(settings, arguments)]
     mode = settings.compression.tensor_parallel.mode
     if mode == "off":
         return found
@@ -175,6 +177,19 @@ def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[st
             f"{refusal.reason}; {change}, or compression off"
         )
     return found
+
+
+def _late(settings: Settings, megatron: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield axes that would not compress before training ends."""
+    steps = whole(megatron.get("train_iters"))
+    for axis in ("tensor_parallel", "data_parallel"):
+        section = getattr(settings.compression, axis)
+        if section.enabled and steps and section.start_step >= steps:
+            yield (
+                f"compression.{axis}.start_step",
+                f"{section.start_step} is not below the {steps} steps of train_iters, so nothing "
+                f"would be compressed; allowed: 0 to {steps - 1}, or mode: off",
+            )
 
 
 def notes(config: Config) -> list[str]:

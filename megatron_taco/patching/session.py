@@ -11,7 +11,9 @@ from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Settings
 from megatron_taco.patching import data_flows, tensor
+from megatron_taco.patching.data_local import LocalSteps
 from megatron_taco.patching.data_memory import GradientMemory
+from megatron_taco.patching.data_policy import BucketPolicy
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks, StepListener
@@ -50,6 +52,10 @@ def tensor_parallel_router(
     )
 
 
+DATA_POLICY = "data-policy.json"
+"""Where the policy of the data-parallel axis is kept, beside that of the tensor-parallel one."""
+
+
 class PipelineAxis(Protocol):
     """What a session needs of its pipeline boundaries; see :class:`pipeline.PipelineHooks`."""
 
@@ -66,8 +72,15 @@ class PipelineAxis(Protocol):
 class DataAxis(Protocol):
     """What a session needs of its data-parallel hooks; see :class:`data.DataParallelHooks`."""
 
-    step: int
-    sampling: bool
+    @property
+    def local(self) -> LocalSteps | None:
+        """The local steps of replicas, where they take any."""
+
+    def begin_step(self, step: int, sampling: bool) -> None:
+        """Before a training step, counted from 0; ``sampling`` if errors are sampled in it."""
+
+    def end_step(self, step: int) -> None:
+        """After a step of replicas that step apart."""
 
     def claim(self, registry: Registry) -> None:
         """Claim all targets."""
@@ -173,6 +186,16 @@ class Session:
         data_parallel = data_parallel_hooks(config, self.counters, seed)
         self.data_parallel: DataAxis | None = data_parallel
         self.axis_checks = pipeline_checks(config, totals=self.reporter.totals, stages=stages)
+        self._bucket_policy: BucketPolicy | None = None
+        if data_parallel is not None and data_settings.mode == "auto":
+            self._bucket_policy = BucketPolicy(
+                data_parallel,
+                data_settings,
+                distributed_optimizer=distributed_optimizer,
+                file=policy_file and policy_file.with_name(DATA_POLICY),
+                say=self.reporter.say,
+                show=self.reporter.show,
+            )
         self._memory: GradientMemory | None = None
         if data_parallel is not None and data_settings.gradients.method is not None:
             self._memory = GradientMemory(
@@ -203,6 +226,8 @@ class Session:
             if step:
                 self.reporter.resumed(step)
             self._prepare()
+            if self._bucket_policy is not None:
+                self._bucket_policy.run()
             if self._memory is not None:
                 from megatron.training import get_args
 
@@ -214,8 +239,7 @@ class Session:
             self.router.step = step
             self.router.sampling = sampling
         if self.data_parallel is not None:
-            self.data_parallel.step = step
-            self.data_parallel.sampling = sampling
+            self.data_parallel.begin_step(step, sampling)
         for listener in self._step_listeners:
             listener(step)
 
@@ -258,8 +282,15 @@ class Session:
             self.data_parallel.claim(registry)
         if self._memory is not None:
             self._memory.claim(registry)
+        axis = self.data_parallel
+        local = None if axis is None else axis.local
         LoopHooks(
-            self.reporter, self._begin_step, self._begin_evaluation, (self.check, *self.axis_checks)
+            self.reporter,
+            self._begin_step,
+            self._begin_evaluation,
+            (self.check, *self.axis_checks),
+            see_optimizer=None if local is None else local.attach,
+            end_step=None if axis is None or local is None else axis.end_step,
         ).claim(registry)
         self._registry = registry
         self._applied = registry.apply()
