@@ -198,10 +198,10 @@ def notes(config: Config) -> list[str]:
     Args:
         config: A loaded configuration.
     """
-    if config.compression.tensor_parallel.mode == "off":
-        return []
     megatron: Mapping[str, Any] = config.megatron
-    found = []
+    found = pipeline_conflicts.notes(config, whole(megatron.get("train_iters")))
+    if config.compression.tensor_parallel.mode == "off":
+        return found
     experts = megatron.get("num_experts")
     if _is_set(experts) or _integer(megatron, "expert_model_parallel_size", 1) > 1:
         found.append(

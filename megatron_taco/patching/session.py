@@ -10,7 +10,7 @@ from typing import IO, Any, Protocol
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Settings
-from megatron_taco.patching import data_flows, tensor
+from megatron_taco.patching import data_flows, pipeline_conflicts, tensor
 from megatron_taco.patching.data_local import LocalSteps
 from megatron_taco.patching.data_memory import GradientMemory
 from megatron_taco.patching.data_policy import BucketPolicy
@@ -58,6 +58,8 @@ DATA_POLICY = "data-policy.json"
 
 class PipelineAxis(Protocol):
     """What a session needs of its pipeline boundaries; see :class:`pipeline.PipelineHooks`."""
+
+    sampling: bool
 
     def model_built(self, model: Any) -> None:
         """Give a new ``GPTModel`` its boundaries."""
@@ -146,6 +148,7 @@ class Session:
             log_interval=log_interval,
             extra=None if boundaries is None else boundaries.figures,
         )
+        self._config, self._knows_messages = config, knows_messages
         self.costs: list[Cost] = []
         self._steps = 0
         self._applied: Applied | None = None
@@ -228,6 +231,8 @@ class Session:
             self._prepare()
             if self._bucket_policy is not None:
                 self._bucket_policy.run()
+            for line in self._warnings():
+                self.reporter.say(f"warning: {line}")
             if self._memory is not None:
                 from megatron.training import get_args
 
@@ -238,10 +243,20 @@ class Session:
         if self.router is not None:
             self.router.step = step
             self.router.sampling = sampling
+        if self.boundaries is not None:
+            self.boundaries.sampling = sampling
         if self.data_parallel is not None:
             self.data_parallel.begin_step(step, sampling)
         for listener in self._step_listeners:
             listener(step)
+
+    def _warnings(self) -> list[str]:
+        """What this run will not do though its configuration seems to say so."""
+        if self.boundaries is None or not self._knows_messages:
+            return []
+        from megatron.training import get_args
+
+        return pipeline_conflicts.notes(self._config, get_args().train_iters)
 
     def _begin_evaluation(self, done: int) -> None:
         self._prepare()
