@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -26,6 +27,7 @@ from megatron_taco.patching.pipeline_session import (
 )
 from megatron_taco.patching.preparation import Preparation
 from megatron_taco.patching.registry import Applied, Registry
+from megatron_taco.patching.transformer_engine import TransformerEngineHooks, check_model
 from megatron_taco.telemetry.costs import Cost
 from megatron_taco.telemetry.counters import Counters, Flow
 from megatron_taco.telemetry.reporter import Reporter
@@ -107,6 +109,8 @@ class Session:
         stages: pipeline-parallel size.
         knows_messages: whether Megatron's arguments are there, as in any loop of
             ``megatron.training``; ``auto`` needs them.
+        transformer_engine: whether layers may be Transformer Engine's.
+        quantised_gathers: whether Transformer Engine gathers FP8 or FP4 between them.
 
     Attributes:
         boundaries: the pipeline's hooks, or None; a program that measures sets its own before
@@ -130,6 +134,8 @@ class Session:
         policy_file: Path | None = None,
         stages: int = 1,
         knows_messages: bool = True,
+        transformer_engine: bool = False,
+        quantised_gathers: bool = False,
     ) -> None:
         settings = config.compression.tensor_parallel
         compressing = settings.enabled
@@ -165,6 +171,7 @@ class Session:
                 sequence_parallel=sequence_parallel,
                 learned_positions=learned_positions,
                 router=router,
+                quantised_gathers=quantised_gathers,
             )
             self.check = FlowCheck(
                 totals=self.reporter.totals,
@@ -217,6 +224,7 @@ class Session:
             )
         self.current_step: int | None = None
         self._step_listeners = tuple(step_listeners)
+        self._transformer_engine = transformer_engine
         self._forward_chunks = config.compression.tensor_parallel.forward_chunks
         self._error_every = config.telemetry.error_every
 
@@ -286,8 +294,12 @@ class Session:
         """Claim and apply all hooks; raises a ``PatchError`` before anything is changed."""
         listeners: list[Listener] = []
         if self.router is not None:
-            tensor.TensorParallelHooks(self.router, self._forward_chunks).claim(registry)
+            hooks = tensor.TensorParallelHooks(self.router, self._forward_chunks)
+            hooks.claim(registry)
             listeners.append(tensor.TensorParallelHooks.model_built)
+            if self._transformer_engine:
+                TransformerEngineHooks(hooks).claim(registry)
+            listeners.append(functools.partial(check_model, hooked=self._transformer_engine))
         if self.boundaries is not None:
             self.boundaries.claim(registry)
             listeners.append(self.boundaries.model_built)
