@@ -207,10 +207,13 @@ def notes(report: Mapping[str, Any]) -> list[str]:
             )
         lines += [line for work in report.get("work", ()) for line in _work(work, report, f)]
     plain = next(arm["median_s"] for arm in report["arms"] if arm["arm"] == PLAIN)
+    compressed = [arm for arm in report["arms"] if arm["arm"] not in (PLAIN, SILENT)]
     for name, seconds in report["other_uncompressed"].items():
+        other = statistics.median(seconds)
+        told = ", ".join(f"{arm['arm']} {other / arm['median_s']:.2f}" for arm in compressed)
         lines.append(
-            f"Uncompressed with {name}, in a run of its own: "
-            f"{plain / statistics.median(seconds):.2f} times as fast as plain here."
+            f"Uncompressed with {name}, in a run of its own: {plain / other:.2f} times as fast as "
+            f"plain here; times as fast as that: {told}."
         )
     return lines
 
