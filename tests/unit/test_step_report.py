@@ -179,10 +179,13 @@ def test_own_configurations_are_possible_on_their_axes(
         axes = layout.axes(axis)
         assert axes == (("tensor", "pipeline", "data") if axis == "all" else (axis,))
         assert layout.tensor * layout.pipeline * layout.data == 8
-        arms = arms_of(axis, axes, formats=["e4m3"], boundaries=BOUNDARIES, compressors=COMPRESSORS)
+        # That of subspaces refuses learned positions, which both models have.
+        boundaries = [name for name in BOUNDARIES if not name.startswith("subspace")]
+        named = {"formats": ["e4m3"], "boundaries": boundaries, "compressors": COMPRESSORS}
+        arms = arms_of(axis, axes, **named)
         found = configs(path, [], config, arms, axes)
         if axis == "pipeline":
-            assert tuple(found.pipeline) == BOUNDARIES
+            assert list(found.pipeline) == boundaries
             mapl = found.pipeline["mapl"].compression.pipeline_parallel
             assert mapl.resolved_rank() == (256 if gpu else 16)
         if axis == "data":
