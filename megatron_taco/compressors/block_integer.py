@@ -41,6 +41,7 @@ from megatron_taco.compressors.blocks import (
     to_columns,
 )
 from megatron_taco.compressors.counter_random import uniform
+from megatron_taco.compressors.dispatch import GroupKernels, GroupSettings, group_kernels_on
 from megatron_taco.compressors.formats import CodeFormat, code_format
 from megatron_taco.compressors.hadamard import butterflies_
 from megatron_taco.compressors.layout import Layout
@@ -116,6 +117,28 @@ class BlockInteger(Compressor):
         """
         return self if self.rounding == "nearest" else replace(self, key=key)
 
+    def reference(self) -> "BlockInteger":
+        """Return the same compressor in plain torch on every device: the kernels' oracle."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return _Reference(**fields)
+
+    def _kernels(self, device: torch.device, rows: int = 1) -> GroupKernels | None:
+        """Return the kernels that replace the code below on ``device``, if there are any."""
+        return group_kernels_on(device, self.bits, rows)
+
+    @cached_property
+    def _kernel_settings(self) -> GroupSettings:
+        return GroupSettings(
+            bits=self.bits,
+            limit=self._code.limit,
+            offset=self._code.offset,
+            block=self.block,
+            transform=self.transform,
+            bf16=self.scale == "bf16",
+            stochastic=self.rounding == "stochastic",
+            key=self.key,
+        )
+
     @cached_property
     def _code(self) -> CodeFormat:
         return code_format(f"int{self.bits}")
@@ -152,6 +175,8 @@ class BlockInteger(Compressor):
         self.check_out(out, (rows, self.payload_bytes(numel)), (torch.uint8,), x.device)
         if x.numel() == 0:
             return into(out, x.new_empty(rows, self.payload_bytes(numel), dtype=torch.uint8))
+        if kernels := self._kernels(x.device, rows):
+            return kernels.encode_rows(self._kernel_settings, x, out)
         columns = to_columns(x.detach(), self.block)
         e = clamp_exponent(floor_exponent(absolute_maximum(columns)))
         y = self._rotate(columns * power_of_two(-e))
@@ -215,6 +240,8 @@ class BlockInteger(Compressor):
         self.check_out(out, (rows, numel), (dtype,), payloads.device)
         if numel == 0:
             return into(out, torch.empty(rows, 0, dtype=dtype, device=payloads.device))
+        if kernels := self._kernels(payloads.device, rows):
+            return kernels.decode_rows(self._kernel_settings, payloads, numel, dtype, out)
         q = self._code.unpack(self._layout.read_codes(payloads, numel))
         (scales,) = self._layout.read_scales(payloads, numel)
         e = own_exponent(floor_exponents(scales, None), self._code.limit)
@@ -246,6 +273,8 @@ class BlockInteger(Compressor):
         self.check_out(out, (numel,), VALUE_DTYPES, payloads.device)
         if numel == 0:
             return into(out, torch.empty(0, dtype=torch.float32, device=payloads.device))
+        if kernels := self._kernels(payloads.device):
+            return kernels.decode_sum(self._kernel_settings, payloads, numel, out)
         z, e = self._rotated_sum(payloads, numel)
         values = self._rotate(z).mul_(power_of_two(e) * self._norm)
         return into(out, from_columns(values, 1, numel, torch.float32)[0])
@@ -270,6 +299,8 @@ class BlockInteger(Compressor):
         self.check_out(out, (self.payload_bytes(numel),), (torch.uint8,), payloads.device)
         if numel == 0:
             return into(out, payloads.new_empty(0))
+        if kernels := self._kernels(payloads.device):
+            return kernels.reduce_encode(self._kernel_settings, payloads, numel, out)
         z, e = self._rotated_sum(payloads, numel)
         return into(out, self._emit(z, e, 1, numel, 1.0)[0])
 
@@ -282,3 +313,10 @@ class BlockInteger(Compressor):
         """
         self.check_payloads(payloads, numel)
         return self._layout.read_scales(payloads, numel)[0].isnan().sum()
+
+
+class _Reference(BlockInteger):
+    """A block integer without kernels."""
+
+    def _kernels(self, device: torch.device, rows: int = 1) -> GroupKernels | None:
+        return None

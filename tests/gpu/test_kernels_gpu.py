@@ -7,6 +7,7 @@ import torch
 
 from megatron_taco.compressors import Taco
 from megatron_taco.compressors.dispatch import ALL_KERNELS, kernels_on
+from tests.unit import interpreted_groups
 from tests.unit.interpreted_kernels import arms, check
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +27,16 @@ def test_kernels_give_the_bytes_of_torch(arm: int) -> None:
     seed = time.time_ns() % 2**31
     torch.manual_seed(seed)
     assert check(taco, dtype, numel, "cuda") == [], f"{taco} {dtype} numel {numel} seed {seed}"
+
+
+@pytest.mark.parametrize("arm", range(len(interpreted_groups.ARMS)))
+@pytest.mark.parametrize("rest", [0, 7])
+def test_kernels_of_groups_give_the_bytes_of_torch(arm: int, rest: int) -> None:
+    code, dtype = interpreted_groups.ARMS[arm]
+    seed = time.time_ns() % 2**31
+    torch.manual_seed(seed)
+    numel = 300 * code.block + rest
+    assert interpreted_groups.check(code, dtype, numel, "cuda") == [], f"{code} seed {seed}"
 
 
 @pytest.mark.parametrize("form", ["e4m3", "e5m2"])
