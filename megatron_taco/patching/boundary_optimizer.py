@@ -59,6 +59,11 @@ class BoundaryOptimizer(MegatronOptimizer):
         self._open = False
 
     @property
+    def others(self) -> tuple[Any, ...]:
+        """The optimisers before this one in the chain."""
+        return self._others
+
+    @property
     def lr(self) -> float:
         """Step length now: follows the main schedule from warm-up to its end."""
         groups = [group for other in self._others for group in other.param_groups]

@@ -23,17 +23,13 @@ _SECTION = "compression.pipeline_parallel"
 _BOUNDARY = re.compile(rf"{re.escape(NAME)}\.boundaries\.after_layer_(\d+)\.")
 
 
-def saved_depths(args: argparse.Namespace) -> list[int] | None:
-    """Depths of the boundaries in the checkpoint of ``megatron.load``.
+def checkpoint_folder(args: argparse.Namespace) -> str | None:
+    """The distributed checkpoint that ``megatron.load`` and ``megatron.ckpt_step`` name, or None.
 
     Args:
         args: Megatron's arguments.
-
-    Returns:
-        The depths, ascending; None if there is no distributed checkpoint to be loaded.
     """
     from megatron.core.dist_checkpointing import check_is_distributed_checkpoint
-    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.training.checkpointing import (
         get_checkpoint_name,
         get_checkpoint_tracker_filename,
@@ -50,7 +46,22 @@ def saved_depths(args: argparse.Namespace) -> list[int] | None:
     folder = get_checkpoint_name(
         args.load, 0 if release else int(step), release, return_base_dir=True
     )
-    if not check_is_distributed_checkpoint(folder):
+    return folder if check_is_distributed_checkpoint(folder) else None
+
+
+def saved_depths(args: argparse.Namespace) -> list[int] | None:
+    """Depths of the boundaries in the checkpoint of ``megatron.load``.
+
+    Args:
+        args: Megatron's arguments.
+
+    Returns:
+        The depths, ascending; None if there is no distributed checkpoint to be loaded.
+    """
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+    folder = checkpoint_folder(args)
+    if folder is None:
         return None
     keys = list(map(str, load_sharded_metadata(folder)))
     depths = {int(found.group(1)) for found in map(_BOUNDARY.match, keys) if found}

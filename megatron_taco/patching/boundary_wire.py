@@ -59,6 +59,9 @@ class Wire:
         counters: count what is sent.
         ends: gives a boundary of this process that is a ``sender`` or a ``receiver``.
         cost: of the axis.
+
+    Attributes:
+        sampling: whether the error of gradients is sampled in the step that runs.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Wire:
         cost: Cost,
     ) -> None:
         self._form, self._counters, self._ends = form, counters, ends
+        self.sampling = False
         self._cost = cost
 
     def communicate(
@@ -183,11 +187,20 @@ class Wire:
         if gradient is None:
             return None
         boundary = self._ends("receiver")
+        if self.sampling:
+            self._sample_gradient(boundary, gradient)
         with self._cost.timed():
             message = self._form().join(boundary.pack_gradient(gradient), None, dtype)
         s, b, _ = gradient.shape
         self._count(BACKWARD, s * b * boundary.hidden * dtype.itemsize, message)
         return message
+
+    @torch.no_grad()
+    def _sample_gradient(self, boundary: Boundary, gradient: Tensor) -> None:
+        pair = boundary.gradient_error_pair(gradient)
+        if pair is not None:
+            exact, decoded = pair
+            self._counters[BACKWARD].add_error(exact.float(), decoded.float())
 
     def _take_gradient(self, gradient: Tensor, message: Tensor) -> None:
         boundary = self._ends("sender")

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed import ProcessGroup
 
 from megatron_taco.compressors import Compressor
@@ -116,6 +117,18 @@ class DataParallelHooks:
     def local(self) -> LocalSteps | None:
         """The local steps of replicas, where they take any."""
         return self.methods if isinstance(self.methods, LocalSteps) else None
+
+    def begin_step(self, step: int, sampling: bool) -> None:
+        """Before a training step, counted from 0; ``sampling`` if errors are sampled in it."""
+        self.moment.step, self.moment.sampling = step, sampling
+        if self.local is not None:
+            self.local.begin_step(step)
+
+    def end_step(self, step: int) -> None:
+        """After a step of replicas that step apart."""
+        if self.local is not None:
+            with torch.no_grad(), self.cost.timed():
+                self.local.end_step(step)
 
     def _state_bytes(self) -> int:
         return 0 if self.methods is None else self.methods.state_bytes

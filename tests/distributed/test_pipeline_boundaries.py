@@ -267,6 +267,12 @@ def test_quantised_messages_shapes_first_and_evaluation(
     assert back["wire_bytes"] < back["raw_bytes"] / 12
     assert steps[0]["flows"]["pp.projector exchange"]["raw_bytes"] == 2 * 64 * 16 * 4
     assert steps[4]["boundaries"]["after_layer_2"]["orthonormality"] < 1e-5
+    # Sampled in the first step: a quarter of the coordinates of a random vector, then INT8 back.
+    error = steps[0]["boundaries"]["after_layer_2"]["error"]
+    assert 0.7 < error < 0.95
+    assert sent[0]["error"] == pytest.approx(error)
+    assert 0.003 < back["error"] < 0.02
+    assert "error" not in steps[4]["boundaries"]["after_layer_2"]
 
 
 def steps_made(model: Any) -> list[int]:
