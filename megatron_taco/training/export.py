@@ -117,6 +117,7 @@ def _whole(
     run = load(path, overrides)
     ours = [f"megatron.{k}={v}" for k, v in _WHOLE.items() if k in run.megatron]
     ours += [f"compression.{axis}.mode=off" for axis in ("tensor_parallel", "data_parallel")]
+    ours += ["telemetry.tensorboard=false", "telemetry.wandb=null"]
     ours += [
         f"megatron.load={folder}",
         f"megatron.save={output}",
