@@ -30,7 +30,7 @@ Summing P payloads, in the rotated domain (H is linear and shared, so it is left
 4.1), one e for all ranks (scales.py):
 
     z = (c_0 2^-e) q_0 + (c_1 2^-e) q_1 + ...           each product exact, ranks in order
-    INT4:  z = -24 (c_0 2^-e + ...) + (c_0 2^-e) (q_0 + 24) + ...
+    INT4, INT6 with o = 24, 96:  z = -o (c_0 2^-e + ...) + (c_0 2^-e) (q_0 + o) + ...
     decode_sum:      x = H_B z * (2^e / sqrt(B))        one inverse transform
     reduce_encode:   as encoding from z on, with H left out
 

@@ -229,6 +229,8 @@ class DropIn:
             policy_file=folder.policy,
             stages=facts.arguments.get("pipeline_model_parallel_size") or 1,
             knows_messages=facts.megatron_training,
+            transformer_engine=facts.transformer_engine,
+            quantised_gathers=facts.quantised_gathers,
         )
         session.install(registry)
         self._stack.callback(session.undo)

@@ -231,9 +231,11 @@ class _Run:
         from megatron.training.global_vars import set_global_variables
 
         from megatron_taco.patching.boundary_saved import check_saved
+        from megatron_taco.patching.conflicts import TE_IMPL
         from megatron_taco.patching.registry import registry
         from megatron_taco.patching.session import Session
         from megatron_taco.patching.startup import repair
+        from megatron_taco.patching.transformer_engine import quantised_gathers
         from megatron_taco.training.loop import train
 
         set_global_variables(args)
@@ -251,13 +253,14 @@ class _Run:
             seed=args.seed,
             policy_file=self.folder.policy,
             stages=args.pipeline_model_parallel_size,
+            transformer_engine=args.transformer_impl == TE_IMPL,
+            quantised_gathers=quantised_gathers(args),
         )
         self.session = session
         session.install(registry)
         stack.callback(session.undo)
-        attention = "sdpa" if self.config.model.attention == "auto" else self.config.model.attention
         try:
-            train(args, attention, store)
+            train(args, self.config.model.layers(args.transformer_impl), store)
         except SystemExit as stop:  # Megatron's exit_interval, exit_duration_in_mins, signals
             if stop.code not in (None, 0):
                 raise

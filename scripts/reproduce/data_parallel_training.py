@@ -6,9 +6,10 @@
     python scripts/reproduce/data_parallel_training.py --model gpt-350m --arms none,sdp4bit,qw \
         --steps 500 --minutes 9
 
-Where there is a GPU all ranks share it (NCCL over loopback sockets), otherwise they are gloo ranks
-on the CPU. After --minutes the running arm saves a checkpoint, and the same command goes on with
-it; finished runs are kept in results.json. Every rank hashes every weight after the last step.
+With a GPU for each rank they use NCCL as it comes; where there are fewer all ranks share one (NCCL
+over loopback sockets); without a GPU they are gloo ranks on the CPU. After --minutes the running
+arm saves a checkpoint, and the same command goes on with it; finished runs are kept in
+results.json. Every rank hashes every weight after the last step.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ ARMS: dict[str, list[str]] = {
     "pactrain": _method("pactrain", "ternary=true"),
     "homomorphic": _method("homomorphic"),
     "cd-adam": _method("cd_adam"),
+    "sparseloco": _method("sparseloco", "local_steps=10", "ratio=0.25"),
 }
 METHODS = [name for name in ARMS if name not in ("sdp4bit-gradients", "int4-weights")]
 MODELS: dict[str, list[str]] = {
@@ -127,7 +129,7 @@ def train(args: argparse.Namespace, arm: str, ranks: int, seed: int, minutes: in
     folder, saved = args.runs / name, args.runs / f"{name}-saved"
     out = args.runs / f"{name}.json"
     script = [str(Path(__file__).resolve()), "--rank", str(out)]
-    if torch.cuda.is_available():
+    if 0 < torch.cuda.device_count() < ranks:
         start = ["-m", "megatron_taco.lab.shared_gpu", "--ranks", str(ranks)]
         start += ["--timeout", str(TIMEOUT_S), "--"]
     else:
