@@ -6,7 +6,9 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import yaml
 
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
@@ -109,6 +111,7 @@ class Session:
             metrics=metrics,
             log_interval=log_interval,
             extra=None if self.boundaries is None else self.boundaries.figures,
+            describe=functools.partial(self._describe, config),
         )
         self.costs: list[Cost] = []
         self._steps = 0
@@ -170,6 +173,13 @@ class Session:
         self._transformer_engine = transformer_engine
         self._forward_chunks = config.compression.tensor_parallel.forward_chunks
         self._error_every = config.telemetry.error_every
+
+    def _describe(self, config: Settings) -> dict[str, Any]:
+        """The resolved configuration and, under ``auto``, the policy."""
+        described: dict[str, Any] = {"configuration": yaml.safe_load(config.to_yaml())}
+        if self.router is not None and self.router.policy is not None:
+            described["policy"] = self.router.policy.to_dict()
+        return described
 
     def _note_angles(self, angles: dict[str, dict[str, float]]) -> None:
         self.reporter.note("projectors", self.current_step or 0, angles=angles)
