@@ -7,7 +7,7 @@ never be counted. Contradictions within our own sections are for the schema (`co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -141,6 +141,7 @@ def check(config: Config) -> list[str]:
         `LOCATION: KEY: found; why; what to change`, in a fixed order.
     """
     found = data_conflicts.check(config) + pipeline_conflicts.check(config)
+    found += [f"{config.where(k)}: {k}: {text}" for k, text in _late(config, config.megatron)]
     mode = config.compression.tensor_parallel.mode
     if mode == "off":
         return found
@@ -179,6 +180,7 @@ def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[st
     """
     found = data_conflicts.check_arguments(settings, arguments)
     found += pipeline_conflicts.check_arguments(settings, arguments)
+    found += [f"{k}: {text} ({settings.where(k)})" for k, text in _late(settings, arguments)]
     mode = settings.compression.tensor_parallel.mode
     if mode == "off":
         return found
@@ -206,6 +208,19 @@ def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[st
     return found
 
 
+def _late(settings: Settings, megatron: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield axes that would not compress before training ends."""
+    steps = whole(megatron.get("train_iters"))
+    for axis in ("tensor_parallel", "data_parallel"):
+        section = getattr(settings.compression, axis)
+        if section.enabled and steps and section.start_step >= steps:
+            yield (
+                f"compression.{axis}.start_step",
+                f"{section.start_step} is not below the {steps} steps of train_iters, so nothing "
+                f"would be compressed; allowed: 0 to {steps - 1}, or mode: off",
+            )
+
+
 def _overlaps_te(settings: Settings, arguments: Mapping[str, Any]) -> bool:
     chunks = settings.compression.tensor_parallel.forward_chunks
     return chunks > 1 and arguments.get("transformer_impl") == TE_IMPL
@@ -217,10 +232,10 @@ def notes(config: Config) -> list[str]:
     Args:
         config: A loaded configuration.
     """
-    if config.compression.tensor_parallel.mode == "off":
-        return []
     megatron: Mapping[str, Any] = config.megatron
-    found = []
+    found = pipeline_conflicts.notes(config, whole(megatron.get("train_iters")))
+    if config.compression.tensor_parallel.mode == "off":
+        return found
     experts = megatron.get("num_experts")
     if _is_set(experts) or _integer(megatron, "expert_model_parallel_size", 1) > 1:
         found.append(

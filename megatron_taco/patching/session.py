@@ -6,15 +6,17 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import yaml
 
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Settings
-from megatron_taco.patching import data_flows, tensor
+from megatron_taco.patching import data_flows, pipeline_conflicts, tensor
+from megatron_taco.patching.data_local import LocalSteps
 from megatron_taco.patching.data_memory import GradientMemory
+from megatron_taco.patching.data_policy import BucketPolicy
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks, StepListener
@@ -54,6 +56,42 @@ def tensor_parallel_router(
     )
 
 
+DATA_POLICY = "data-policy.json"
+"""Where the policy of the data-parallel axis is kept, beside that of the tensor-parallel one."""
+
+
+class PipelineAxis(Protocol):
+    """What a session needs of its pipeline boundaries; see :class:`pipeline.PipelineHooks`."""
+
+    sampling: bool
+
+    def model_built(self, model: Any) -> None:
+        """Give a new ``GPTModel`` its boundaries."""
+
+    def claim(self, registry: Registry) -> None:
+        """Claim all targets but the model's construction."""
+
+    def finish(self) -> None:
+        """After training: what is still owed."""
+
+
+class DataAxis(Protocol):
+    """What a session needs of its data-parallel hooks; see :class:`data.DataParallelHooks`."""
+
+    @property
+    def local(self) -> LocalSteps | None:
+        """The local steps of replicas, where they take any."""
+
+    def begin_step(self, step: int, sampling: bool) -> None:
+        """Before a training step, counted from 0; ``sampling`` if errors are sampled in it."""
+
+    def end_step(self, step: int) -> None:
+        """After a step of replicas that step apart."""
+
+    def claim(self, registry: Registry) -> None:
+        """Claim all targets."""
+
+
 class Session:
     """Everything that one run installs: hooks of the axes that are on, and the loop's hooks.
 
@@ -75,6 +113,11 @@ class Session:
             ``megatron.training``; ``auto`` needs them.
         transformer_engine: whether layers may be Transformer Engine's.
         quantised_gathers: whether Transformer Engine gathers FP8 or FP4 between them.
+
+    Attributes:
+        boundaries: the pipeline's hooks, or None; a program that measures sets its own before
+            ``install``.
+        data_parallel: the data-parallel hooks, likewise.
     """
 
     def __init__(
@@ -104,19 +147,19 @@ class Session:
             flows += data_flows.all_flows(data_settings.gradients.method)
         flows += pipeline_flows(config)
         self.counters = Counters(flows)
-        self.boundaries = pipeline_hooks(config, self.counters)
+        boundaries = pipeline_hooks(config, self.counters)
+        self.boundaries: PipelineAxis | None = boundaries
         self.reporter = Reporter(
             counters=self.counters,
             stream=stream,
             metrics=metrics,
             log_interval=log_interval,
-            extra=None if self.boundaries is None else self.boundaries.figures,
-            describe=functools.partial(self._describe, config),
+            extra=None if boundaries is None else boundaries.figures,
+            describe=self._describe,
         )
+        self._config, self._knows_messages = config, knows_messages
         self.costs: list[Cost] = []
         self._steps = 0
-        if self.boundaries is not None:
-            self.boundaries.note = self._note_angles
         self._applied: Applied | None = None
         self._registry: Registry | None = None
         self.router: Router | None = None
@@ -150,20 +193,34 @@ class Session:
                 show=self.reporter.show,
                 knows_messages=knows_messages,
             )
-        self.data_parallel = data_parallel_hooks(config, self.counters, seed)
+        if boundaries is not None:
+            boundaries.note = self._note_angles
+            self.costs.append(boundaries.cost)
+        data_parallel = data_parallel_hooks(config, self.counters, seed)
+        self.data_parallel: DataAxis | None = data_parallel
         self.axis_checks = pipeline_checks(config, totals=self.reporter.totals, stages=stages)
+        self._bucket_policy: BucketPolicy | None = None
+        if data_parallel is not None and data_settings.mode == "auto":
+            self._bucket_policy = BucketPolicy(
+                data_parallel,
+                data_settings,
+                distributed_optimizer=distributed_optimizer,
+                file=policy_file and policy_file.with_name(DATA_POLICY),
+                say=self.reporter.say,
+                show=self.reporter.show,
+            )
         self._memory: GradientMemory | None = None
-        if self.data_parallel is not None and data_settings.gradients.method is not None:
+        if data_parallel is not None and data_settings.gradients.method is not None:
             self._memory = GradientMemory(
-                self.data_parallel,
+                data_parallel,
                 data_settings.gradients.method,
                 fresh=data_settings.gradients.memory == "fresh",
                 say=self.reporter.say,
             )
-        if self.data_parallel is not None:
-            self.costs.append(self.data_parallel.cost)
+        if data_parallel is not None:
+            self.costs.append(data_parallel.cost)
             self.axis_checks += data_parallel_checks(
-                self.data_parallel,
+                data_parallel,
                 config,
                 totals=self.reporter.totals,
                 distributed_optimizer=distributed_optimizer,
@@ -174,9 +231,9 @@ class Session:
         self._forward_chunks = config.compression.tensor_parallel.forward_chunks
         self._error_every = config.telemetry.error_every
 
-    def _describe(self, config: Settings) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         """The resolved configuration and, under ``auto``, the policy."""
-        described: dict[str, Any] = {"configuration": yaml.safe_load(config.to_yaml())}
+        described: dict[str, Any] = {"configuration": yaml.safe_load(self._config.to_yaml())}
         if self.router is not None and self.router.policy is not None:
             described["policy"] = self.router.policy.to_dict()
         return described
@@ -190,6 +247,10 @@ class Session:
             if step:
                 self.reporter.resumed(step)
             self._prepare()
+            if self._bucket_policy is not None:
+                self._bucket_policy.run()
+            for line in self._warnings():
+                self.reporter.say(f"warning: {line}")
             if self._memory is not None:
                 from megatron.training import get_args
 
@@ -200,11 +261,20 @@ class Session:
         if self.router is not None:
             self.router.step = step
             self.router.sampling = sampling
+        if self.boundaries is not None:
+            self.boundaries.sampling = sampling
         if self.data_parallel is not None:
-            self.data_parallel.step = step
-            self.data_parallel.sampling = sampling
+            self.data_parallel.begin_step(step, sampling)
         for listener in self._step_listeners:
             listener(step)
+
+    def _warnings(self) -> list[str]:
+        """What this run will not do though its configuration seems to say so."""
+        if self.boundaries is None or not self._knows_messages:
+            return []
+        from megatron.training import get_args
+
+        return pipeline_conflicts.notes(self._config, get_args().train_iters)
 
     def _begin_evaluation(self, done: int) -> None:
         self._prepare()
@@ -249,8 +319,15 @@ class Session:
             self.data_parallel.claim(registry)
         if self._memory is not None:
             self._memory.claim(registry)
+        axis = self.data_parallel
+        local = None if axis is None else axis.local
         LoopHooks(
-            self.reporter, self._begin_step, self._begin_evaluation, (self.check, *self.axis_checks)
+            self.reporter,
+            self._begin_step,
+            self._begin_evaluation,
+            (self.check, *self.axis_checks),
+            see_optimizer=None if local is None else local.attach,
+            end_step=None if axis is None or local is None else axis.end_step,
         ).claim(registry)
         self._registry = registry
         self._applied = registry.apply()

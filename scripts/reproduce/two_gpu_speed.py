@@ -1,4 +1,4 @@
-"""Speed on two GPUs of one host: NVLink, host memory, and emulated links of 25 and 10 Gbit/s.
+"""Speed on two GPUs of one host: NVLink, host memory, and emulated links of 25, 10 and 1 Gbit/s.
 
 A rank a GPU; the links need root (docs/lab.md). Each part is one aim. Writes
 docs/results/two-gpu-speed with JSON and plots, and docs/results/two-gpu-speed.md. A part that is
@@ -26,6 +26,17 @@ STEP_AIM = "0.95 of the limit"
 
 def _rate(rate: str) -> tuple[str, ...]:
     return ("--hosts", "2", "--rate", rate)
+
+
+PIPELINE = (*BENCH, "step", "megatron.global_batch_size=32", "--axis", "pipeline")
+"""32 micro-batches of one sequence, between two stages."""
+PIPELINE_AIM = (
+    "0.95 of the limit, and 2.7 times as fast at 1 Gbit/s; a boundary's own work at most 3% of a "
+    "stage's compute"
+)
+DATA = (*BENCH, "step", "--axis", "data")
+DATA_AIM = "0.95 of the limit, and 2 times as fast at 10 Gbit/s"
+FEW = ("--cycles", "2", "--steps", "1")
 
 
 PARTS = (
@@ -79,6 +90,56 @@ PARTS = (
         title="Training step at 10 Gbit/s",
         command=(*BENCH, "step", *_rate("10Gbit")),
         aim=STEP_AIM,
+    ),
+    Part(
+        name="pipeline-host-memory",
+        title="Pipeline through host memory",
+        command=(*PIPELINE, *NVLINK),
+        environment=HOST_MEMORY,
+        aim=PIPELINE_AIM,
+    ),
+    Part(
+        name="pipeline-25gbit",
+        title="Pipeline at 25 Gbit/s",
+        command=(*PIPELINE, *_rate("25Gbit")),
+        aim=PIPELINE_AIM,
+    ),
+    Part(
+        name="pipeline-10gbit",
+        title="Pipeline at 10 Gbit/s",
+        command=(*PIPELINE, *_rate("10Gbit")),
+        aim=PIPELINE_AIM,
+    ),
+    Part(
+        name="pipeline-1gbit",
+        title="Pipeline at 1 Gbit/s",
+        command=(*PIPELINE, *FEW, *_rate("1Gbit")),
+        aim=PIPELINE_AIM,
+    ),
+    Part(
+        name="data-host-memory",
+        title="Data parallelism through host memory",
+        command=(*DATA, *NVLINK),
+        environment=HOST_MEMORY,
+        aim=DATA_AIM,
+    ),
+    Part(
+        name="data-25gbit",
+        title="Data parallelism at 25 Gbit/s",
+        command=(*DATA, *_rate("25Gbit")),
+        aim=DATA_AIM,
+    ),
+    Part(
+        name="data-10gbit",
+        title="Data parallelism at 10 Gbit/s",
+        command=(*DATA, *_rate("10Gbit")),
+        aim=DATA_AIM,
+    ),
+    Part(
+        name="data-1gbit",
+        title="Data parallelism at 1 Gbit/s",
+        command=(*DATA, *FEW, *_rate("1Gbit")),
+        aim=DATA_AIM,
     ),
 )
 

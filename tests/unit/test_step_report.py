@@ -1,11 +1,14 @@
 """``bench step`` without a trainer: who has which step, and what the times say."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_taco.cli import main
-from megatron_taco.lab import step_report
+from megatron_taco.config import load
+from megatron_taco.lab import step_config, step_report
+from megatron_taco.lab.step_arms import AXES, BOUNDARIES, COMPRESSORS, Layout, arms_of, configs
 from megatron_taco.lab.step_schedule import PLAIN, SILENT, schedule
 
 STEP_S = {PLAIN: 1.0, "e4m3": 0.625, "int4": 0.5, SILENT: 0.25}
@@ -14,7 +17,7 @@ WIRE = {PLAIN: 1000, "e4m3": 500, "int4": 250, SILENT: 0}
 
 
 def _arms(times: dict[str, float] = STEP_S, drift: float = 0.0, **values: Any) -> Any:
-    plan = schedule(["e4m3", "int4"], cycles=3, settle=1, steps=2)
+    plan = schedule(["e4m3", "int4", SILENT], cycles=3, settle=1, steps=2)
     turns = plan.by_step()
     seconds = [times[t.arm] * (1 + drift * i) for i, t in enumerate(turns)]
     for i in range(1, len(turns)):
@@ -31,7 +34,7 @@ def _arms(times: dict[str, float] = STEP_S, drift: float = 0.0, **values: Any) -
 
 
 def test_every_turn_lies_between_plain_ones() -> None:
-    plan = schedule(["e4m3", "int4"], cycles=2, settle=1, steps=2)
+    plan = schedule(["e4m3", "int4", SILENT], cycles=2, settle=1, steps=2)
     cycle = [PLAIN, "e4m3", "int4", SILENT]
     warm_up = ["e4m3", "int4", SILENT, PLAIN]
     assert [t.arm for t in plan.turns] == [*warm_up, *cycle, *cycle, PLAIN]
@@ -84,6 +87,7 @@ def test_noise_cannot_make_the_share_leave_its_range() -> None:
 def test_the_table() -> None:
     arms, exposed = _arms()
     report = {
+        "about": {},
         "arms": [arm.record() for arm in arms],
         "exposed": exposed,
         "other_uncompressed": {"transformer_engine": [0.8, 0.8]},
@@ -120,3 +124,89 @@ def test_a_user_of_torchrun_is_told_that_other_configurations_need_other_runs(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["bench", "step", "--uncompressed", "megatron"]) == 2
     assert "--uncompressed needs a run for each" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--axis", "pipeline", "megatron.pipeline_model_parallel_size=1"],
+            "--axis pipeline: nothing is sent on this axis with parallel sizes tensor 1, "
+            "pipeline 1, data 2; set megatron.pipeline_model_parallel_size to 2 or more",
+        ),
+        (
+            ["--axis", "data", "megatron.tensor_model_parallel_size=2"],
+            "--axis data: nothing is sent on this axis",
+        ),
+        (["--axis", "all"], "allowed: a multiple of 4"),
+        (
+            ["--axis", "pipeline", "megatron.overlap_grad_reduce=true"],
+            "set megatron.overlap_grad_reduce=false",
+        ),
+        (
+            [
+                *("--axis", "data", "--compressors", "powersgd"),
+                *("megatron.bf16=false", "megatron.fp16=true"),
+            ],
+            "true does not go with compression.data_parallel.gradients.compressor: powersgd",
+        ),
+    ],
+)
+def test_layouts_in_which_there_is_nothing_to_measure(
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["bench", "step", *words]) == 2
+    found = capsys.readouterr().err.strip()
+    assert message in found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_own_configurations_are_possible_on_their_axes(
+    gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for axis in AXES:
+        path = step_config.write(tmp_path, axis, gpu=gpu)
+        config = load(path)
+        layout = Layout.of(config, 8)
+        axes = layout.axes(axis)
+        assert axes == (("tensor", "pipeline", "data") if axis == "all" else (axis,))
+        assert layout.tensor * layout.pipeline * layout.data == 8
+        arms = arms_of(axis, axes, formats=["e4m3"], boundaries=BOUNDARIES, compressors=COMPRESSORS)
+        found = configs(path, [], config, arms, axes)
+        if axis == "pipeline":
+            assert tuple(found.pipeline) == BOUNDARIES
+            mapl = found.pipeline["mapl"].compression.pipeline_parallel
+            assert mapl.resolved_rank() == (256 if gpu else 16)
+        if axis == "data":
+            assert set(found.data) == {*COMPRESSORS, PLAIN}
+
+
+def test_what_a_boundary_costs_is_said() -> None:
+    """f = 0.75: k = 4 from the messages, 3.2 with the exchange, whose limits are 2.29 and 2.06."""
+    arms, exposed = _arms()
+    cost = {"micro_batch_s": 0.001, "step_s": 0.002, "compute_s": 0.1, "share": 0.0105}
+    work = [
+        {"arm": "int4", **cost, "exchange_bytes": 62.5, "exchange_s": 0.02},
+        {"arm": "e4m3", **cost, "exchange_bytes": 0, "exchange_s": 0.0},
+    ]
+    report = {
+        "about": {"axis": "pipeline"},
+        "arms": [arm.record() for arm in arms],
+        "exposed": exposed,
+        "work": work,
+        "other_uncompressed": {},
+    }
+    _, silent, own, exchange, other = step_report.notes(report)
+    assert "stages still wait" in silent
+    assert "int4, a stage by itself: 1 ms a micro-batch and 2 ms a step" in own
+    assert "1.05% of the stage's 100 ms" in own
+    assert "20 ms by itself; with its bytes counted the limit is 2.06, of which int4" in exchange
+    assert "reaches 96.9%" in exchange
+    assert other.startswith("e4m3, a stage by itself")
