@@ -1,9 +1,10 @@
 """``megatron-taco bench step``: training steps, compressed and not, in one run of the trainer.
 
-The ranks train one model, and the arms take turns: plain, each format, and silent, in which the
-tensor-parallel collectives are left out. So every ratio is of neighbouring steps on the same
-processes, link and memory, and the silent arm gives the share of communication that the limit
-follows from. Losses are compared by scripts/reproduce/one_gpu_training.py: here nothing is learned.
+The ranks train, and the arms take turns: plain, compressed ones, and silent, in which nothing (or
+next to nothing, see ``step_pipeline``) is sent on the axis in question. So every ratio is of
+neighbouring steps on the same processes, link and memory, and the silent arm gives the share of
+communication that the limit follows from. Losses are compared by
+scripts/reproduce/one_gpu_training.py: here nothing is learned.
 
 On ranks (of torchrun or ``lab run``) it measures; elsewhere it starts its own ranks.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -22,10 +24,12 @@ from megatron_taco.lab.bench_collectives import FORMATS, SCALES
 from megatron_taco.lab.bench_where import add_where_arguments, on_ranks, start
 from megatron_taco.lab.link import LabError
 from megatron_taco.lab.plot_file import plot_file
+from megatron_taco.lab.step_arms import AXES, BOUNDARIES, COMPRESSORS, TENSOR
 from megatron_taco.lab.step_config import UNCOMPRESSED
 from megatron_taco.lab.step_schedule import AUTO
 
 ARMS: Final = (*FORMATS, AUTO)
+_LISTS: Final = ("formats", "boundaries", "compressors")
 _SDPA = "sdpa"
 _TE = "transformer_engine"
 
@@ -34,11 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``bench step``."""
     what = parser.add_argument_group("what is measured")
     what.add_argument(
+        "--axis",
+        choices=AXES,
+        default=TENSOR,
+        help="the parallel axis whose messages are compressed; all: all that have several ranks, "
+        "together and each alone (default: tensor)",
+    )
+    what.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
-        help="configuration of the trainer (default: the reference model, 8 layers of hidden size "
-        "2048, on GPUs; a tiny one on CPUs)",
+        help="configuration of the trainer (default: on GPUs the reference model, 8 layers of "
+        "hidden size 2048, for --axis data GPT-350M; a tiny one on CPUs; the axis over all ranks)",
     )
     what.add_argument(
         "overrides",
@@ -51,11 +62,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=words(ARMS),
         default="e4m3,int8,int6,int4",
         metavar="LIST",
-        help=f"of {', '.join(ARMS)} (default: e4m3,int8,int6,int4); auto compresses the messages "
-        "that its policy chooses, with the first of the others or e4m3",
+        help=f"tensor axis: of {', '.join(ARMS)} (default: e4m3,int8,int6,int4); auto compresses "
+        "the messages that its policy chooses, with the first of the others or e4m3",
     )
-    what.add_argument("--block", type=count, default=256, choices=(32, 64, 128, 256, 512))
-    what.add_argument("--scales", default="dual", choices=SCALES)
+    what.add_argument(
+        "--boundaries",
+        type=words(BOUNDARIES),
+        default="mapl,mapl+int8",
+        metavar="LIST",
+        help=f"pipeline: of {', '.join(BOUNDARIES)}; after the + what quantises both directions, "
+        "with rvq the gradients by int8; of rank hidden size / 8 unless the configuration has one "
+        "(default: mapl,mapl+int8)",
+    )
+    what.add_argument(
+        "--compressors",
+        type=words(COMPRESSORS),
+        default="sdp4bit,e4m3,block_int8,block_int4",
+        metavar="LIST",
+        help=f"data parallelism: of {', '.join(COMPRESSORS)}; e4m3 and the like are TACO's formats "
+        "for gradients and weights, methods with memory are for gradients, beside the "
+        "configuration's compressor of weights (default: sdp4bit,e4m3,block_int8,block_int4)",
+    )
+    what.add_argument(
+        "--block",
+        type=count,
+        default=256,
+        choices=(32, 64, 128, 256, 512),
+        help="of the tensor axis (default: 256)",
+    )
+    what.add_argument(
+        "--scales", default="dual", choices=SCALES, help="of the tensor axis (default: dual)"
+    )
     what.add_argument(
         "--uncompressed",
         type=words(tuple(UNCOMPRESSED)),
@@ -98,18 +135,22 @@ def run(args: argparse.Namespace) -> int:
             return measure(args)
         return _start(args)
     except LabError as error:
-        print(f"megatron-taco bench step: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # all ranks find the same mistake
+            print(f"megatron-taco bench step: {error}", file=sys.stderr)
         return 2
 
 
 def _start(args: argparse.Namespace) -> int:
     """Starts ranks that run this benchmark, once for each uncompressed configuration."""
     command = [sys.executable, "-m", "megatron_taco.cli", "bench", "step", *args.overrides]
+    command += ["--axis", args.axis]
     if args.config is not None:
         command += ["--config", str(args.config)]
     for name in ("block", "scales", "cycles", "steps", "settle"):
         command += [f"--{name}", str(getattr(args, name))]
-    main = [*command, "--formats", ",".join(args.formats)]
+    main = [*command]
+    for name in _LISTS:
+        main += [f"--{name}", ",".join(getattr(args, name))]
     for name in ("json", "plot"):
         if getattr(args, name) is not None:
             main += [f"--{name}", str(getattr(args, name))]

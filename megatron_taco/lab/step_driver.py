@@ -2,8 +2,8 @@
 
 A step's time is that from its start to the start of the next: all that a training step costs, the
 loop around it included. The device is idle when the clock is read, and the first rank prints a line
-a cycle. Nothing in the trainer knows of this: it makes the session, with a router of its
-own, and hears of every step.
+a cycle. Nothing in the trainer knows of this: it makes the session, with hooks of its own, and
+hears of every step.
 """
 
 from __future__ import annotations
@@ -22,37 +22,56 @@ from megatron_taco import compressors
 from megatron_taco.collectives.policy import Policy
 from megatron_taco.compressors import Compressor
 from megatron_taco.config import Config
-from megatron_taco.lab import link_check
+from megatron_taco.lab import link_check, step_data, step_pipeline
 from megatron_taco.lab.link import RankLink
+from megatron_taco.lab.step_arms import Arm, ArmConfigs
+from megatron_taco.lab.step_data import DataArms
+from megatron_taco.lab.step_pipeline import PipelineArms
 from megatron_taco.lab.step_router import ArmRouter
 from megatron_taco.lab.step_schedule import AUTO, PLAIN, SILENT, Schedule, Turn
+from megatron_taco.lab.step_work import Work, measure_work
+from megatron_taco.patching.boundary_gradients import EXCHANGE
 from megatron_taco.patching.session import Session
+from megatron_taco.telemetry.counters import Counters
 
 _CHECK_BYTES = 16 << 20
 _CHECK_BURSTS = 128
 
+Sent = dict[str, list[int]]
+"""Flow -> raw bytes, wire bytes, calls, compressed calls; of all ranks together."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What was seen of all steps, the same on all ranks but for bytes, which are this rank's.
+    """What was seen of all steps, the same on all ranks.
 
     Attributes:
         seconds: Of the slowest rank, one for each step of the schedule.
-        raw: Bytes of the tensor-parallel collectives that a plain ring would send, likewise.
-        wire: Bytes that were sent.
-        calls: Collectives.
-        compressed: Of these, compressed ones.
-        peak_bytes: Device memory that tensors took at most, of the rank with most; 0 on CPUs.
+        sent: Likewise, what was sent on the axes that are measured.
+        ranks: How many.
+        peak_bytes: Device memory that tensors took at most, of the rank with most; 0 on CPUs, and
+            where several models share it.
         checks: The link's, without a link none.
+        work: What boundaries themselves cost.
     """
 
     seconds: list[float]
-    raw: list[int]
-    wire: list[int]
-    calls: list[int]
-    compressed: list[int]
+    sent: list[Sent]
+    ranks: int
     peak_bytes: list[int]
     checks: list[link_check.Check]
+    work: list[Work]
+
+    def column(self, index: int) -> list[int]:
+        """Returns one of the figures of ``sent`` for a rank: the mean, of all flows together.
+
+        The exchange of projectors' gradients is left out.
+        """
+        totals = [
+            sum(found[index] for flow, found in sent.items() if flow != str(EXCHANGE))
+            for sent in self.sent
+        ]
+        return [round(total / self.ranks) for total in totals]
 
 
 class StepDriver:
@@ -61,27 +80,37 @@ class StepDriver:
     Args:
         schedule: The turns. The run has to have one step more, whose start ends the last.
         place: The link that the ranks are on, or None.
+        arms: What each arm but ``plain`` does.
+        configs: What that is configured as.
     """
 
-    def __init__(self, schedule: Schedule, place: RankLink | None) -> None:
+    def __init__(
+        self, schedule: Schedule, place: RankLink | None, arms: Sequence[Arm], configs: ArmConfigs
+    ) -> None:
         self._turns = schedule.by_step()
         self._place = place
+        self._arms = {arm.name: arm for arm in (*arms, Arm(name=PLAIN))}
+        self._configs = configs
         self._session: Session | None = None
         self._router: ArmRouter | None = None
+        self._pipeline: PipelineArms | None = None
+        self._data: DataArms | None = None
+        self._counters = Counters([])
         self._roles: frozenset[str] = frozenset()
         self._compressors: dict[str, Compressor] = {}
         self._policy: Policy | None = None
         self._checks: list[link_check.Check] = []
         self._started: list[float] = []
-        self._counts: list[tuple[int, int, int, int]] = []
+        self._counts: list[list[float]] = []
         self._peaks: list[int] = []
         self.steps: Steps | None = None
 
     def make_session(self, config: Config, **arguments: Any) -> Session:
-        """Returns the session of the run, with a router that takes turns.
+        """Returns the session of the run, with hooks that take turns.
 
         Args:
-            config: Of the run; its compressor's settings but for the format are those of all arms.
+            config: Of the run; its tensor-parallel compressor's settings but for the format are
+                those of all arms.
             **arguments: Of :class:`Session`.
         """
         session = Session(config, router_type=ArmRouter, step_listeners=[self._begin], **arguments)
@@ -90,9 +119,17 @@ class StepDriver:
             self._router = session.router
             self._roles = session.router.roles
         settings = config.compression.tensor_parallel
-        for arm in {turn.arm for turn in self._turns} - {PLAIN, SILENT}:
+        for arm in {arm.tensor for arm in self._arms.values()} - {PLAIN, SILENT}:
             values = settings.settings() if arm == AUTO else {**settings.settings(), "format": arm}
             self._compressors[arm] = compressors.build(settings.compressor, **values)
+        flows = step_pipeline.flows() + step_data.flows(self._configs.data)
+        self._counters = Counters(flows)
+        if self._configs.pipeline:
+            self._pipeline = PipelineArms(self._configs.pipeline, self._counters)
+            session.boundaries = self._pipeline
+        if self._configs.data:
+            self._data = DataArms(self._configs.data, self._counters, arguments["seed"])
+            session.data_parallel = self._data
         return session
 
     def _begin(self, step: int) -> None:
@@ -113,30 +150,32 @@ class StepDriver:
         if turn.arm == PLAIN and turn.cycle >= 0 and turn is not self._turns[step - 1]:
             self._say(turn)
         torch.cuda.reset_peak_memory_stats()
-        self._switch(turn)
+        self._switch(self._arms[turn.arm])
 
-    def _switch(self, turn: Turn) -> None:
+    def _switch(self, arm: Arm) -> None:
+        if self._pipeline is not None:
+            self._pipeline.use(arm.pipeline)
+        if self._data is not None:
+            self._data.use(arm.data)
         router = self._router
         if router is None:
             return
-        router.silent = turn.arm == SILENT
-        router.roles = frozenset() if turn.arm == PLAIN else self._roles
-        router.policy = self._policy if turn.arm == AUTO else None
-        if turn.arm in self._compressors:
-            router.compressor = self._compressors[turn.arm]
+        router.silent = arm.tensor == SILENT
+        router.roles = frozenset() if arm.tensor == PLAIN else self._roles
+        router.policy = self._policy if arm.tensor == AUTO else None
+        if arm.tensor in self._compressors:
+            router.compressor = self._compressors[arm.tensor]
 
-    def _count(self) -> tuple[int, int, int, int]:
-        """Raw and wire bytes, calls and compressed calls of this rank so far; host numbers."""
+    @property
+    def _all_counters(self) -> tuple[Counters, ...]:
         if self._session is None:
             raise RuntimeError("a step began before the session was prepared")
-        counters = self._session.counters
-        counts = [counters[flow] for flow in counters.flows]
-        return (
-            sum(c.raw for c in counts),
-            sum(c.wire for c in counts),
-            sum(c.seen for c in counts),
-            sum(c.compressed for c in counts),
-        )
+        return self._session.counters, self._counters
+
+    def _count(self) -> list[float]:
+        """Raw and wire bytes, calls and compressed calls of all flows so far; host numbers."""
+        counts = [each[flow] for each in self._all_counters for flow in each.flows]
+        return [float(n) for c in counts for n in (c.raw, c.wire, c.seen, c.compressed)]
 
     def _check_link(self, place: RankLink) -> list[link_check.Check]:
         group = dist.group.WORLD
@@ -153,7 +192,6 @@ class StepDriver:
             print(f"bench step: {done} done, {passed:.0f} s", file=sys.stderr, flush=True)
 
     def _gather(self) -> Steps:
-        columns = [_differences([counts[i] for counts in self._counts]) for i in range(4)]
         started = self._started
         seconds = [later - start for start, later in itertools.pairwise(started)]
         largest = torch.tensor(
@@ -161,21 +199,28 @@ class StepDriver:
         )
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         numbers = largest.tolist()
+        shared = self._pipeline is not None
+        peaks = [0 if shared else int(number) for number in numbers[len(seconds) :]]
         return Steps(
             seconds=numbers[: len(seconds)],
-            raw=columns[0],
-            wire=columns[1],
-            calls=columns[2],
-            compressed=columns[3],
-            peak_bytes=[int(number) for number in numbers[len(seconds) :]],
+            sent=self._gather_sent(),
+            ranks=dist.get_world_size(),
+            peak_bytes=peaks,
             checks=self._checks,
+            work=[] if self._pipeline is None else measure_work(self._pipeline),
         )
+
+    def _gather_sent(self) -> list[Sent]:
+        counts = torch.tensor(self._counts, dtype=torch.float64, device=_device())
+        dist.all_reduce(counts)
+        steps = (counts[1:] - counts[:-1]).view(len(self._turns), -1, 4).long()
+        flows = [str(flow) for each in self._all_counters for flow in each.flows]
+        return [
+            {flow: found for flow, found in zip(flows, row, strict=True) if any(found)}
+            for row in steps.tolist()
+        ]
 
 
 def _device() -> torch.device:
     """The device of this rank's tensors, also under the trainer's CPU shim."""
     return torch.device(torch.cuda.current_device())
-
-
-def _differences(totals: Sequence[int]) -> list[int]:
-    return [after - before for before, after in itertools.pairwise(totals)]

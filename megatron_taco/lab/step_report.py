@@ -1,7 +1,9 @@
 """What the steps of ``bench step`` say: times by arm, ratios of neighbours, and the limit.
 
-With f the exposed share of tensor-parallel communication in a plain step and k raw / wire bytes of
-an arm, a step cannot be faster than 1 / (1 - f + f / k) times the plain one without overlap.
+With f the exposed share of the axis's communication in a plain step and k raw / wire bytes of an
+arm, a step without overlap cannot be faster than 1 / (1 - f + f / k) times the plain one. In a
+pipeline that is what a step gains whose critical path stays the same; where shorter messages make
+another one critical it gains more.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ class Arm:
     """What was measured of one arm.
 
     Attributes:
-        arm: ``plain``, ``silent`` or a code format.
+        arm: ``plain``, ``silent`` or the name of a compressed one.
         step_s: Seconds of each counted step, of the slowest rank.
-        raw: Bytes a rank would send in a step over a plain ring, of all tensor-parallel
-            collectives of hidden activations and their gradients.
+        raw: Bytes a rank would send in a step over a plain ring or to its neighbours, of all that
+            the axis compresses in some arm; the mean of the ranks, as below.
         wire: Bytes it does send.
-        calls: Collectives in a step.
+        calls: Collectives or messages in a step.
         compressed: Compressed ones.
         link_s: Seconds that ``wire`` bytes need at the link's rate, or None without a known link.
         peak_bytes: Device memory that tensors took at most; 0 on CPUs.
@@ -142,6 +144,22 @@ def _ratios(turns: Sequence[tuple[Turn, float]], arm: str) -> list[float]:
     ]
 
 
+def flows(schedule: Schedule, sent: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Any]:
+    """Returns what all ranks sent in a step of each arm, by role and collective, for JSON.
+
+    Args:
+        schedule: The turns.
+        sent: Of each step: flow -> raw bytes, wire bytes, calls, compressed calls.
+    """
+    names = ("raw", "wire", "calls", "compressed")
+    return {
+        turn.arm: {
+            flow: dict(zip(names, numbers, strict=True)) for flow, numbers in sent[steps[0]].items()
+        }
+        for turn, steps in schedule.counted()
+    }
+
+
 def table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Returns the head and the rows of a report's table, for a console or Markdown.
 
@@ -173,19 +191,52 @@ def table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 def notes(report: Mapping[str, Any]) -> list[str]:
     """Returns the sentences under a report's table."""
     lines = []
+    axis = report["about"].get("axis", "tensor")
     if report["exposed"]:
         f = statistics.median(report["exposed"])
         low, high = min(report["exposed"]), max(report["exposed"])
+        what = "communication on all axes" if axis == "all" else f"{axis}-parallel communication"
         lines.append(
-            f"Exposed share of tensor-parallel communication in a plain step: f = {f:.3f} "
-            f"({low:.3f} - {high:.3f}); limit = 1 / (1 - f + f·wire/raw)."
+            f"Exposed share of {what} in a plain step: f = {f:.3f} ({low:.3f} - {high:.3f}); "
+            "limit = 1 / (1 - f + f·wire/raw)."
         )
+        if axis in ("pipeline", "all"):
+            lines.append(
+                "Silent: messages between stages are one element long, so that stages still wait "
+                "for each other."
+            )
+        lines += [line for work in report.get("work", ()) for line in _work(work, report, f)]
     plain = next(arm["median_s"] for arm in report["arms"] if arm["arm"] == PLAIN)
     for name, seconds in report["other_uncompressed"].items():
         lines.append(
             f"Uncompressed with {name}, in a run of its own: "
             f"{plain / statistics.median(seconds):.2f} times as fast as plain here."
         )
+    return lines
+
+
+def _work(work: Mapping[str, Any], report: Mapping[str, Any], exposed: float) -> list[str]:
+    """Sentences on what a boundary itself costs, and on the exchange of its projector."""
+    name = work["arm"]
+    lines = [
+        f"{name}, a stage by itself: {1e3 * work['micro_batch_s']:.3g} ms a micro-batch and "
+        f"{1e3 * work['step_s']:.3g} ms a step of its own work, {work['share']:.2%} of the stage's "
+        f"{1e3 * work['compute_s']:.3g} ms a micro-batch."
+    ]
+    arm = next((arm for arm in report["arms"] if arm["arm"] == name), None)
+    if work["exchange_bytes"]:
+        size = work["exchange_bytes"]
+        line = (
+            f"{name}, exchange of the projector's gradient: {size / 1e6:.3g} MB each way a step, "
+            f"{1e3 * work['exchange_s']:.3g} ms by itself"
+        )
+        if arm is not None:
+            bound = limit(exposed, arm["raw"], arm["wire"] + size)
+            line += (
+                f"; with its bytes counted the limit is {bound:.2f}, of which {name} reaches "
+                f"{arm['ratio'] / bound:.1%}"
+            )
+        lines.append(f"{line}.")
     return lines
 
 
@@ -198,6 +249,11 @@ def describe(report: Mapping[str, Any]) -> str:
         parallel += " with sequence parallelism"
     if (about["pipeline_model_parallel_size"] or 1) > 1:
         parallel += f", pipeline parallel {about['pipeline_model_parallel_size']}"
+    if about.get("data_parallel_size", 1) > 1:
+        parallel += f", data parallel {about['data_parallel_size']}"
+        if about["use_distributed_optimizer"]:
+            parallel += " with the distributed optimiser"
+        parallel += f", gradients in {'BF16' if about['grad_reduce_in_bf16'] else 'FP32'}"
     return (
         f"{about['model']} ({about['num_layers']} layers, hidden {about['hidden_size']}, sequence "
         f"{about['seq_length']}, micro-batch {about['micro_batch_size']}, global batch "

@@ -17,17 +17,20 @@ from typing import Any
 
 import torch
 
-from megatron_taco.config import Config, load
-from megatron_taco.lab import link_check, plots, step_config, step_report
-from megatron_taco.lab.link import RankLink
+from megatron_taco.config import Config, ConfigError, load
+from megatron_taco.lab import link_check, plots, step_arms, step_config, step_report
+from megatron_taco.lab.link import LabError, RankLink
+from megatron_taco.lab.step_arms import Arm, ArmConfigs, Layout, world_size
 from megatron_taco.lab.step_driver import StepDriver, Steps
-from megatron_taco.lab.step_schedule import Schedule, schedule
+from megatron_taco.lab.step_schedule import AUTO, PLAIN, SILENT, Schedule, schedule
 
 _MODEL = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _MEGATRON = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "sequence_parallel",
+    "use_distributed_optimizer",
+    "grad_reduce_in_bf16",
     "seq_length",
     "micro_batch_size",
     "global_batch_size",
@@ -48,32 +51,46 @@ def measure(args: argparse.Namespace) -> int:
     gpu = torch.cuda.is_available()
     if not gpu:
         torch.set_num_threads(1)
-    formats = args.formats if args.only is None else []
-    plan = schedule(formats, cycles=args.cycles, settle=args.settle, steps=args.steps)
-    driver = StepDriver(plan, place)
     folder = Path(tempfile.mkdtemp(prefix="megatron-taco-bench-step-"))
-    path = args.config or step_config.write(folder, gpu=gpu)
-    overrides = [
-        *args.overrides,
-        *step_config.forced(
-            folder,
-            formats=formats,
-            block=args.block,
-            scales=args.scales,
-            uncompressed=args.only or "sdpa",
-            steps=plan.length + 1,
-        ),
-    ]
+    try:
+        path = args.config or step_config.write(folder, args.axis, gpu=gpu)
+        arms: list[Arm] = []
+        configs = ArmConfigs(pipeline={}, data={})
+        if args.only is None:
+            arms, configs = _arms(args, path)
+        plan = schedule(
+            [arm.name for arm in arms], cycles=args.cycles, settle=args.settle, steps=args.steps
+        )
+        overrides = [
+            *args.overrides,
+            *step_config.forced(
+                folder,
+                formats=[a.tensor for a in arms if a.tensor not in (PLAIN, SILENT)],
+                block=args.block,
+                scales=args.scales,
+                uncompressed=args.only or "sdpa",
+                steps=plan.length + 1,
+            ),
+        ]
+        config = load(path, overrides)
+    except (ConfigError, LabError) as error:
+        shutil.rmtree(folder)
+        if isinstance(error, LabError):
+            raise
+        if os.environ["RANK"] == "0":  # all ranks find the same mistake
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    driver = StepDriver(plan, place, arms, configs)
     with contextlib.redirect_stdout(io.StringIO()):
         code = run(str(path), overrides, make_session=driver.make_session)
     if code not in (OK, USER_ERROR):
         return code  # the folder stays: the trainer's message names the logs in it
-    config = None if code else load(path, overrides)
     shutil.rmtree(folder)
-    if config is None:
+    if code:
         return code
     if driver.steps is None:
         raise RuntimeError("training ended before the last turn of the benchmark did")
+    _refuse_plain(plan, driver.steps)
     usable = all(check.honest for check in driver.steps.checks)
     if os.environ["RANK"] != "0":
         return 0
@@ -89,6 +106,31 @@ def measure(args: argparse.Namespace) -> int:
     return 0 if usable else 1
 
 
+def _arms(args: argparse.Namespace, path: Path) -> tuple[list[Arm], ArmConfigs]:
+    """Returns the arms but ``plain`` of the axis that was asked for, and their configurations."""
+    config = load(path, args.overrides)
+    axes = Layout.of(config, world_size()).axes(args.axis)
+    arms = step_arms.arms_of(
+        args.axis,
+        axes,
+        formats=args.formats,
+        boundaries=args.boundaries,
+        compressors=args.compressors,
+    )
+    return arms, step_arms.configs(path, args.overrides, config, arms, axes)
+
+
+def _refuse_plain(plan: Schedule, steps: Steps) -> None:
+    """Refuse figures of an arm that compressed nothing."""
+    compressed = steps.column(3)
+    for turn, numbers in plan.counted():
+        if turn.arm not in (PLAIN, SILENT, AUTO) and not compressed[numbers[0]]:
+            raise LabError(
+                f"nothing went compressed in {turn.arm}: all messages are below min_bytes; lower "
+                "compression.tensor_parallel.min_bytes or compression.data_parallel.min_bytes"
+            )
+
+
 def _report(
     args: argparse.Namespace,
     config: Config,
@@ -100,10 +142,10 @@ def _report(
     found, exposed = step_report.arms(
         plan,
         seconds=steps.seconds,
-        raw=steps.raw,
-        wire=steps.wire,
-        calls=steps.calls,
-        compressed=steps.compressed,
+        raw=steps.column(0),
+        wire=steps.column(1),
+        calls=steps.column(2),
+        compressed=steps.column(3),
         peak_bytes=steps.peak_bytes,
         rate=place.link.rate if place is not None and place.ranks_per_host == 1 else None,
     )
@@ -119,6 +161,8 @@ def _report(
         "usable": usable,
         "exposed": exposed,
         "arms": [arm.record() for arm in found],
+        "flows": step_report.flows(plan, steps.sent),
+        "work": [asdict(work) for work in steps.work],
         "other_uncompressed": others,
         "turns": [asdict(turn) for turn in plan.turns],
         "seconds": steps.seconds,
@@ -144,6 +188,8 @@ def _about(args: argparse.Namespace, config: Config) -> dict[str, Any]:
         "model": config.model.preset or Path(args.config).stem,
         **sizes,
         **settings,
+        "axis": args.axis,
+        "data_parallel_size": Layout.of(config, found["world_size"]).data,
         "uncompressed": args.only or "sdpa",
         "min_bytes": config.compression.tensor_parallel.min_bytes,
         "block": args.block,
@@ -163,8 +209,7 @@ def show(report: Mapping[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
     console.print(
         f"{step_report.describe(report)}. {plots.where(report)}; torch "
-        f"{report['about']['versions']['torch']}, block {report['about']['block']}, scales "
-        f"{report['about']['scales']}; medians, least-most in brackets"
+        f"{report['about']['versions']['torch']}; medians, least-most in brackets"
     )
     table = Table(title=None if report["usable"] else "UNUSABLE: the link is faster than it says")
     head, rows = step_report.table(report)

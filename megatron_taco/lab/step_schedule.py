@@ -1,8 +1,8 @@
 """Which arm of ``bench step`` each training step belongs to. Plain data, no torch.
 
-The arms take turns in one run: plain, compressed by each format or as the policy ``auto`` decides,
-and silent (the tensor-parallel collectives left out). Each turn of another arm lies between two
-plain ones, which it is compared with, so that what drifts during the run drifts in both.
+The arms take turns in one run: plain, compressed ones, and silent, in which nothing is sent. Each
+turn of another arm lies between two plain ones, which it is compared with, so that what drifts
+during the run drifts in both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Turn:
     """Consecutive steps of one arm.
 
     Attributes:
-        arm: ``plain``, ``silent``, ``auto`` or a code format.
+        arm: ``plain``, ``silent``, or the name of a compressed one.
         cycle: Counted from 0; -1 for the warm-up, of which nothing counts.
         settle: Steps at the start that do not count.
         steps: Steps that count.
@@ -69,17 +69,16 @@ class Schedule:
         return found
 
 
-def schedule(formats: Sequence[str], *, cycles: int, settle: int, steps: int) -> Schedule:
+def schedule(others: Sequence[str], *, cycles: int, settle: int, steps: int) -> Schedule:
     """Returns the turns of a run.
 
     Args:
-        formats: The compressed arms, ``auto`` among them or not. Without any, nothing but plain
-            steps: another uncompressed configuration is timed so.
+        others: The arms but ``plain``, in the order of their turns, a compressed one first. Without
+            any, nothing but plain steps: another uncompressed configuration is timed so.
         cycles: How often every arm has its turn, at least 1.
         settle: Steps after a change of arm that do not count.
         steps: Steps of a turn that count, at least 1.
     """
-    others = [*formats, SILENT] if formats else []
     # The first two executed steps have to be compressed ones: the trainer fails a run in which an
     # enabled role was not compressed by then.
     warm_up = [*others, PLAIN]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Protocol
 
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
@@ -50,6 +50,29 @@ def tensor_parallel_router(
     )
 
 
+class PipelineAxis(Protocol):
+    """What a session needs of its pipeline boundaries; see :class:`pipeline.PipelineHooks`."""
+
+    def model_built(self, model: Any) -> None:
+        """Give a new ``GPTModel`` its boundaries."""
+
+    def claim(self, registry: Registry) -> None:
+        """Claim all targets but the model's construction."""
+
+    def finish(self) -> None:
+        """After training: what is still owed."""
+
+
+class DataAxis(Protocol):
+    """What a session needs of its data-parallel hooks; see :class:`data.DataParallelHooks`."""
+
+    step: int
+    sampling: bool
+
+    def claim(self, registry: Registry) -> None:
+        """Claim all targets."""
+
+
 class Session:
     """Everything that one run installs: hooks of the axes that are on, and the loop's hooks.
 
@@ -69,6 +92,11 @@ class Session:
         stages: pipeline-parallel size.
         knows_messages: whether Megatron's arguments are there, as in any loop of
             ``megatron.training``; ``auto`` needs them.
+
+    Attributes:
+        boundaries: the pipeline's hooks, or None; a program that measures sets its own before
+            ``install``.
+        data_parallel: the data-parallel hooks, likewise.
     """
 
     def __init__(
@@ -96,18 +124,19 @@ class Session:
             flows += data_flows.all_flows(data_settings.gradients.method)
         flows += pipeline_flows(config)
         self.counters = Counters(flows)
-        self.boundaries = pipeline_hooks(config, self.counters)
+        boundaries = pipeline_hooks(config, self.counters)
+        self.boundaries: PipelineAxis | None = boundaries
         self.reporter = Reporter(
             counters=self.counters,
             stream=stream,
             metrics=metrics,
             log_interval=log_interval,
-            extra=None if self.boundaries is None else self.boundaries.figures,
+            extra=None if boundaries is None else boundaries.figures,
         )
         self.costs: list[Cost] = []
         self._steps = 0
-        if self.boundaries is not None:
-            self.boundaries.note = self._note_angles
+        if boundaries is not None:
+            boundaries.note = self._note_angles
         self._applied: Applied | None = None
         self._registry: Registry | None = None
         self.router: Router | None = None
@@ -140,20 +169,21 @@ class Session:
                 show=self.reporter.show,
                 knows_messages=knows_messages,
             )
-        self.data_parallel = data_parallel_hooks(config, self.counters, seed)
+        data_parallel = data_parallel_hooks(config, self.counters, seed)
+        self.data_parallel: DataAxis | None = data_parallel
         self.axis_checks = pipeline_checks(config, totals=self.reporter.totals, stages=stages)
         self._memory: GradientMemory | None = None
-        if self.data_parallel is not None and data_settings.gradients.method is not None:
+        if data_parallel is not None and data_settings.gradients.method is not None:
             self._memory = GradientMemory(
-                self.data_parallel,
+                data_parallel,
                 data_settings.gradients.method,
                 fresh=data_settings.gradients.memory == "fresh",
                 say=self.reporter.say,
             )
-        if self.data_parallel is not None:
-            self.costs.append(self.data_parallel.cost)
+        if data_parallel is not None:
+            self.costs.append(data_parallel.cost)
             self.axis_checks += data_parallel_checks(
-                self.data_parallel,
+                data_parallel,
                 config,
                 totals=self.reporter.totals,
                 distributed_optimizer=distributed_optimizer,

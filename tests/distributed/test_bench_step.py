@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,3 +90,94 @@ def test_another_uncompressed_configuration(
 def test_a_mistake_in_the_configuration_is_one_message(run_ranks: RankRunner) -> None:
     words = ["model.num_layers=zwei", "--formats", "e4m3"]
     assert run_ranks(_bench, 2, words, init=False, timeout=120) == [2, 2]
+
+
+ONCE = ["--cycles", "1", "--steps", "1", "--settle", "0"]
+
+
+def _report(run_ranks: RankRunner, ranks: int, folder: Path, *words: str) -> dict[str, Any]:
+    file = folder / "step.json"
+    words = (*MODEL, *words, *ONCE, "--json", str(file))
+    assert run_ranks(_bench, ranks, list(words), init=False, timeout=200) == [0] * ranks
+    report: dict[str, Any] = json.loads(file.read_text())
+    for arm in report["arms"]:
+        sent = report["flows"][arm["arm"]]
+        counted = [row for flow, row in sent.items() if flow != "pp.projector exchange"]
+        for name in ("raw", "wire"):
+            assert arm[name] == round(sum(row[name] for row in counted) / ranks)
+        if arm["limit"] is not None:
+            assert 1 <= arm["limit"] <= arm["raw"] / arm["wire"]
+    assert report["flows"]["silent"] == {}
+    return report
+
+
+def test_pipeline_stages(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """A model for each boundary; bytes as the boundaries have them, and the projectors' apart."""
+    report = _report(
+        run_ranks, 2, tmp_path, "--axis", "pipeline", "--boundaries", "mapl,mapl+int8,int8_hadamard"
+    )
+    assert list(report["flows"]) == ["plain", "mapl", "mapl+int8", "int8_hadamard", "silent"]
+    tokens, rank, ids = 64 * 4, 16, 2  # of 4 micro-batches; bytes of an id
+    exchange = {"mapl": 128 * rank * 4, "mapl+int8": 128 * rank * 4}
+    wire = {"plain": tokens * 128 * 2, "mapl": tokens * rank * 2}
+    for arm, sent in report["flows"].items():
+        if arm == "silent":
+            continue
+        there, back = sent["pp.forward send"], sent["pp.backward send"]
+        assert there["calls"] == back["calls"] == 4
+        assert there["raw"] == back["raw"] == wire["plain"]
+        assert there["wire"] == back["wire"] + (tokens * ids if "mapl" in arm else 0)
+        if arm in wire:
+            assert back["wire"] == wire[arm]
+        swapped = sent.get("pp.projector exchange", {"wire": 0})
+        assert swapped["wire"] == 2 * exchange.get(arm, 0)
+    assert report["flows"]["mapl+int8"]["pp.backward send"]["wire"] < wire["mapl"] * 0.7
+    work = {row["arm"]: row for row in report["work"]}
+    assert list(work) == ["mapl", "mapl+int8", "int8_hadamard"]
+    for arm, row in work.items():
+        assert row["exchange_bytes"] == exchange.get(arm, 0)
+        assert min(row["micro_batch_s"], row["compute_s"], row["share"]) > 0
+    assert all(arm["peak_bytes"] == 0 for arm in report["arms"])
+
+
+def test_data_parallel_ranks(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """With overlap, so that nothing is waited for where it starts; a method with memory too."""
+    report = _report(
+        run_ranks,
+        2,
+        tmp_path,
+        "megatron.overlap_grad_reduce=true",
+        "megatron.overlap_param_gather=true",
+        "megatron.micro_batch_size=2",
+        *("--axis", "data", "--compressors", "sdp4bit,e4m3,topk"),
+    )
+    arms = {arm["arm"]: arm for arm in report["arms"]}
+    assert list(arms) == ["plain", "sdp4bit", "e4m3", "topk", "silent"]
+    assert arms["plain"]["raw"] == arms["plain"]["wire"] > 0
+    sent = report["flows"]
+    for kind in ("attention", "mlp"):
+        gradients = f"dp.gradients.{kind} reduce_scatter"
+        assert sent["plain"][gradients]["compressed"] == 0
+        assert sent["sdp4bit"][gradients]["raw"] == sent["plain"][gradients]["raw"]
+        assert sent["sdp4bit"][gradients]["wire"] < 0.14 * sent["plain"][gradients]["raw"]
+        assert sent["e4m3"][gradients]["wire"] < 0.27 * sent["plain"][gradients]["raw"]
+    assert sent["topk"]["dp.gradients.topk reduce_scatter"]["compressed"] > 0
+    assert arms["sdp4bit"]["limit"] >= arms["e4m3"]["limit"]
+
+
+def test_all_axes(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """Tensor 2 x pipeline 2 x data 2: all, each alone, nothing."""
+    report = _report(run_ranks, 8, tmp_path, "--axis", "all")
+    assert list(report["flows"]) == ["plain", "all", "tensor", "pipeline", "data", "silent"]
+    plain, every = report["flows"]["plain"], report["flows"]["all"]
+    named = {
+        "tensor": "tp.forward all_reduce",
+        "pipeline": "pp.backward send",
+        "data": "dp.gradients.mlp reduce_scatter",
+    }
+    for arm in named:
+        for axis, flow in named.items():
+            found = report["flows"][arm][flow]
+            assert found == (every if arm == axis else plain)[flow]
+            assert found["raw"] == plain[flow]["raw"]
+            assert (found["wire"] < found["raw"]) == (arm == axis)

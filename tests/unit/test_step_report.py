@@ -14,7 +14,7 @@ WIRE = {PLAIN: 1000, "e4m3": 500, "int4": 250, SILENT: 0}
 
 
 def _arms(times: dict[str, float] = STEP_S, drift: float = 0.0, **values: Any) -> Any:
-    plan = schedule(["e4m3", "int4"], cycles=3, settle=1, steps=2)
+    plan = schedule(["e4m3", "int4", SILENT], cycles=3, settle=1, steps=2)
     turns = plan.by_step()
     seconds = [times[t.arm] * (1 + drift * i) for i, t in enumerate(turns)]
     for i in range(1, len(turns)):
@@ -31,7 +31,7 @@ def _arms(times: dict[str, float] = STEP_S, drift: float = 0.0, **values: Any) -
 
 
 def test_every_turn_lies_between_plain_ones() -> None:
-    plan = schedule(["e4m3", "int4"], cycles=2, settle=1, steps=2)
+    plan = schedule(["e4m3", "int4", SILENT], cycles=2, settle=1, steps=2)
     cycle = [PLAIN, "e4m3", "int4", SILENT]
     warm_up = ["e4m3", "int4", SILENT, PLAIN]
     assert [t.arm for t in plan.turns] == [*warm_up, *cycle, *cycle, PLAIN]
@@ -84,6 +84,7 @@ def test_noise_cannot_make_the_share_leave_its_range() -> None:
 def test_the_table() -> None:
     arms, exposed = _arms()
     report = {
+        "about": {},
         "arms": [arm.record() for arm in arms],
         "exposed": exposed,
         "other_uncompressed": {"transformer_engine": [0.8, 0.8]},
@@ -120,3 +121,43 @@ def test_a_user_of_torchrun_is_told_that_other_configurations_need_other_runs(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["bench", "step", "--uncompressed", "megatron"]) == 2
     assert "--uncompressed needs a run for each" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--axis", "pipeline", "megatron.pipeline_model_parallel_size=1"],
+            "--axis pipeline: nothing is sent on this axis with parallel sizes tensor 1, "
+            "pipeline 1, data 2; set megatron.pipeline_model_parallel_size to 2 or more",
+        ),
+        (
+            ["--axis", "data", "megatron.tensor_model_parallel_size=2"],
+            "--axis data: nothing is sent on this axis",
+        ),
+        (["--axis", "all"], "allowed: a multiple of 4"),
+        (
+            ["--axis", "pipeline", "megatron.overlap_grad_reduce=true"],
+            "set megatron.overlap_grad_reduce=false",
+        ),
+        (
+            [
+                *("--axis", "data", "--compressors", "powersgd"),
+                *("megatron.bf16=false", "megatron.fp16=true"),
+            ],
+            "true does not go with compression.data_parallel.gradients.compressor: powersgd",
+        ),
+    ],
+)
+def test_layouts_in_which_there_is_nothing_to_measure(
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["bench", "step", *words]) == 2
+    found = capsys.readouterr().err.strip()
+    assert message in found
+    assert "\n" not in found
