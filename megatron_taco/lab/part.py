@@ -6,6 +6,9 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Final
+
+_NO_GPU: Final = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,4 +45,4 @@ class Part:
 
     def in_small_form(self) -> Part:
         """Returns the part that runs on CPUs, without the aim, which is one of GPUs."""
-        return replace(self, command=self.small, environment={}, aim="", gpus=0)
+        return replace(self, command=self.small, environment=_NO_GPU, aim="", gpus=0)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -43,7 +43,7 @@ def main(
     argv: Sequence[str] | None = None,
     *,
     heading: str = "",
-    nodes: Nodes | None = None,
+    meet: Callable[[], Nodes | None] = lambda: None,
 ) -> int:
     """Runs what is missing of some parts and writes their plots and the page.
 
@@ -54,7 +54,8 @@ def main(
         description: For ``--help``.
         argv: Arguments; those of the process by default.
         heading: Title and text that a new page begins with; its name by default.
-        nodes: The machines that run the parts together; by default this one alone.
+        meet: Returns the machines that run the parts together, once it is time to run; None for
+            this one alone.
 
     Returns:
         0; or the exit code of the first part that failed, 2 for one that was refused. The others
@@ -64,8 +65,9 @@ def main(
     if args.small:
         parts = [part.in_small_form() for part in parts]
         heading = f"{heading or results_page.heading(page)}, in small form\n\n{_SMALL}"
-    work = _Work(parts, args, heading, nodes)
     try:
+        nodes = None if args.list or args.page_only else meet()
+        work = _Work(parts, args, heading, nodes)
         with Caught() as caught:
             if nodes is not None and not nodes.first:
                 return work.follow(nodes, caught)
@@ -96,6 +98,12 @@ def _arguments(
         "--small",
         action="store_true",
         help="on CPUs over gloo, with small models and messages, onto a page of its own",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="start no part after so many; the same command goes on with the rest",
     )
     parser.add_argument("--commit", help="that is measured, for the page (default: git's HEAD)")
     parser.add_argument("--page", type=Path, help=f"default: {page}, with --small ...-small.md")
@@ -128,18 +136,22 @@ class _Work:
     def lead(self, caught: Caught) -> int:
         """Runs the parts on this machine, or as the first of several."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        result = 0
+        result, start = 0, time.monotonic()
         for part in self._parts:
             file = self._folder / f"{part.name}.json"
             if part.name not in self._args.parts or self._args.page_only:
                 continue
             if self._args.list:
-                print(f"{part.name:<28} {'there' if file.exists() else '-':<6} {part.shown}")
+                what = part.shown if part.command else f"(no small form: {part.no_small})"
+                print(f"{part.name:<32} {'there' if file.exists() else '-':<5} {what}")
                 continue
             if file.exists() and not self._args.again:
                 continue
             if not part.command:
                 self._said.append(f"{part.name}: no small form: {part.no_small}")
+                continue
+            if self._args.seconds is not None and time.monotonic() - start > self._args.seconds:
+                self._said.append(f"{part.name}: not started")
                 continue
             code = self._run(part, file, caught)
             result = result or code
@@ -216,7 +228,9 @@ class _Work:
 
     def _summary(self) -> None:
         there = [p.name for p in self._parts if (self._folder / f"{p.name}.json").exists()]
-        print(f"== {len(there)} of {len(self._parts)} parts are there: {self._args.page}", flush=True)
+        print(
+            f"== {len(there)} of {len(self._parts)} parts are there: {self._args.page}", flush=True
+        )
         if self._said:
             print("== not done:", *self._said, sep="\n==   ", file=sys.stderr, flush=True)
 

@@ -110,7 +110,7 @@ def step(
         link: Between them.
         name: Of the part.
         title: Of its section.
-        words: Arguments that the small form has too.
+        words: Arguments that the small form has too; overrides, if there are any, come last.
         small: Overrides of the small form alone.
         aim: What it is to reach.
         more: Arguments that the small form does not have.
@@ -119,11 +119,11 @@ def step(
     return Part(
         name=name,
         title=f"{title} {link.words}",
-        command=(*BENCH, "step", *more, *words, *ranks),
+        command=(*BENCH, "step", *words, *more, *ranks),
         environment=dict(link.environment),
         aim=aim,
         gpus=gpus,
-        small=(*BENCH, "step", *small, *words, *SHORT, *ranks, "--cpu"),
+        small=(*BENCH, "step", *words, *small, *SHORT, *ranks, "--cpu"),
     )
 
 

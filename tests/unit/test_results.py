@@ -149,7 +149,7 @@ def test_the_environment_of_a_part_is_shown_and_set(tmp_path: Path) -> None:
     assert shown == "megatron-taco bench step --ranks 2"
 
 
-@pytest.mark.parametrize("name", ["one_gpu_speed", "two_gpu_speed"])
+@pytest.mark.parametrize("name", ["one_gpu_speed"])
 def test_the_lists_ask_for_what_the_benchmarks_take(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
