@@ -135,7 +135,6 @@ class _Work:
 
     def lead(self, caught: Caught) -> int:
         """Runs the parts on this machine, or as the first of several."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         result, start = 0, time.monotonic()
         for part in self._parts:
             file = self._folder / f"{part.name}.json"
@@ -190,6 +189,7 @@ class _Work:
         print(f"== {part.name}: {part.shown}", flush=True)
         if self._nodes is not None:
             self._nodes.announce(part.name)
+        self._folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial.json")
         date, start = datetime.datetime.now(datetime.UTC), time.monotonic()
         try:
