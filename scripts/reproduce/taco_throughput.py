@@ -18,10 +18,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from several_parts import ARMS, CUT, NO_MULTICAST, RESULTS, ROOT, SHORT
 
 from megatron_taco.cli.lab_arguments import count
+from megatron_taco.lab.link import LINK_VARIABLE, RankLink
 from megatron_taco.lab.part import Part
 from megatron_taco.lab.part_order import Nodes
 from megatron_taco.lab.results import main
@@ -129,9 +131,17 @@ def meet(args: argparse.Namespace) -> Nodes | None:
     )
 
 
+def tell_link(args: argparse.Namespace) -> None:
+    """In a lab: tells the ranks how many of them share a host's link, which the lab cannot know."""
+    link = RankLink.from_environment()
+    if link is not None:
+        os.environ[LINK_VARIABLE] = replace(link, ranks_per_host=args.nproc_per_node).dump()
+
+
 def run(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     args, rest = parse(argv)
+    tell_link(args)
     page = RESULTS / "taco-throughput.md"
     return main(parts(args), page, __doc__, rest, heading=HEADING, meet=lambda: meet(args))
 
