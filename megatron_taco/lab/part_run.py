@@ -27,6 +27,7 @@ def run(
     caught: Caught,
     stopped: Callable[[], str | None] = lambda: None,
     timeout_s: float = TIMEOUT_S,
+    quiet: bool = False,
 ) -> tuple[int, str]:
     """Runs Python with a command.
 
@@ -36,11 +37,16 @@ def run(
         caught: Signals to this process; the first ends the command.
         stopped: Returns why the command is to be ended, or None.
         timeout_s: Seconds after which it is ended.
+        quiet: Leave out what it writes to standard output.
 
     Returns:
         The exit code, 0 only if the command ended by itself, and in words what went wrong.
     """
-    process = subprocess.Popen([sys.executable, *command], env={**os.environ, **environment})
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        env={**os.environ, **environment},
+        stdout=subprocess.DEVNULL if quiet else None,
+    )
     deadline = time.monotonic() + timeout_s
     try:
         while (code := process.poll()) is None:

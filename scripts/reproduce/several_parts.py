@@ -42,7 +42,7 @@ class Link:
     name: str
     words: str
     rate: str = ""
-    environment: tuple[tuple[str, str], ...] = ()
+    environment: tuple[tuple[str, str], ...] = tuple(NO_MULTICAST.items())
 
     def ranks(self, count: int) -> tuple[str, ...]:
         """Returns the arguments for so many ranks, on two hosts where the link has a rate."""
@@ -52,7 +52,7 @@ class Link:
         return hosts if count == 2 else (*hosts, "--ranks-per-host", str(count // 2))
 
 
-NVLINK = Link(name="nvlink", words="over NVLink", environment=tuple(NO_MULTICAST.items()))
+NVLINK = Link(name="nvlink", words="over NVLink")
 HOST_MEMORY = Link(
     name="host-memory",
     words="through host memory",

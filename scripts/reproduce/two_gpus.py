@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from several_parts import (
     HOST_MEMORY,
@@ -33,6 +34,7 @@ HEADING = "# Two GPUs"
 LINKS = (NVLINK, HOST_MEMORY, rate("25"), rate("10"), rate("1"))
 SIZES = ("--sizes", "1MiB,16MiB,128MiB")
 TINY = ("model.num_layers=2", "model.max_position_embeddings=64")
+LOSSES = str(Path(__file__).with_name("axes_losses.py"))
 OF_LIMIT = "0.95 of the limit"
 TENSOR, PIPELINE, DATA = "tensor", "pipeline", "data"
 
@@ -156,7 +158,33 @@ def data_steps() -> Iterator[Part]:
     )
 
 
-PARTS = (*all_reduces(), *tensor_steps(), *pipeline_steps(), *data_steps())
+def transformer_engine() -> Iterator[Part]:
+    """Its layers make their own collectives, which our hooks take over."""
+    for name, words, more in (
+        ("transformer-engine", "", ()),
+        (
+            "transformer-engine-sp",
+            " with sequence parallelism",
+            ("megatron.sequence_parallel=true",),
+        ),
+    ):
+        yield Part(
+            name=name,
+            title=f"Losses with Transformer Engine's layers over 50 steps, TP 2{words}",
+            command=(
+                *(LOSSES, "--ranks", "2", "--steps", "50", "--arms", "tensor"),
+                *("megatron.tensor_model_parallel_size=2", "model.attention=megatron"),
+                "megatron.transformer_impl=transformer_engine",
+                *("megatron.micro_batch_size=4", "megatron.global_batch_size=8", *more),
+            ),
+            environment=dict(NVLINK.environment),
+            aim="within 0.5% of the uncompressed run, every role compressed",
+            gpus=2,
+            no_small="Transformer Engine needs CUDA",
+        )
+
+
+PARTS = (*all_reduces(), *tensor_steps(), *pipeline_steps(), *data_steps(), *transformer_engine())
 
 if __name__ == "__main__":
     sys.exit(main(PARTS, RESULTS / "two-gpus.md", __doc__, heading=HEADING))
