@@ -23,6 +23,7 @@ class Part:
         aim: What it is to reach, for the page; may be empty.
         gpus: How many this machine must have.
         small: The command of the small form, on CPUs; empty if there is none.
+        small_title: The title of that; by default the same.
         no_small: Why there is none.
     """
 
@@ -33,6 +34,7 @@ class Part:
     aim: str = ""
     gpus: int = 0
     small: tuple[str, ...] = ()
+    small_title: str = ""
     no_small: str = ""
 
     @property
@@ -45,4 +47,11 @@ class Part:
 
     def in_small_form(self) -> Part:
         """Returns the part that runs on CPUs, without the aim, which is one of GPUs."""
-        return replace(self, command=self.small, environment=_NO_GPU, aim="", gpus=0)
+        return replace(
+            self,
+            title=self.small_title or self.title,
+            command=self.small,
+            environment=_NO_GPU,
+            aim="",
+            gpus=0,
+        )

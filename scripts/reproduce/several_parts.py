@@ -35,12 +35,14 @@ class Link:
     Attributes:
         name: In the names of parts.
         words: In titles.
+        small_words: In titles of the small form.
         rate: Between two emulated hosts; empty for what the GPUs have.
         environment: Variables of NCCL.
     """
 
     name: str
     words: str
+    small_words: str
     rate: str = ""
     environment: tuple[tuple[str, str], ...] = tuple(NO_MULTICAST.items())
 
@@ -52,18 +54,21 @@ class Link:
         return hosts if count == 2 else (*hosts, "--ranks-per-host", str(count // 2))
 
 
-NVLINK = Link(name="nvlink", words="over NVLink")
+NVLINK = Link(name="nvlink", words="over NVLink", small_words="over loopback")
 HOST_MEMORY = Link(
     name="host-memory",
     words="through host memory",
+    small_words="over loopback",
     environment=(*NO_MULTICAST.items(), ("NCCL_P2P_DISABLE", "1")),
 )
 LOOPBACK = "between ranks on one host gloo has nothing but the loopback: the same as over NVLink"
 
 
-def rate(gbit: str) -> Link:
-    """Returns an emulated link of so many Gbit/s."""
-    return Link(name=f"{gbit}gbit", words=f"at {gbit} Gbit/s", rate=f"{gbit}Gbit")
+def rate(number: str, unit: str = "Gbit") -> Link:
+    """Returns an emulated link of so many Gbit/s, or Mbit/s."""
+    words = f"at {number} {unit}/s"
+    name = f"{number}{unit.lower()}"
+    return Link(name=name, words=words, small_words=words, rate=f"{number}{unit}")
 
 
 def collectives(
@@ -89,6 +94,7 @@ def collectives(
         aim=aim,
         gpus=gpus,
         small=(*BENCH, "collectives", *ranks, "--cpu", *kept, *SMALL_SIZES),
+        small_title=f"{title} {link.small_words}".replace("GPUs", "ranks"),
     )
 
 
@@ -100,6 +106,7 @@ def step(
     words: Sequence[str],
     *,
     small: Sequence[str],
+    small_title: str,
     aim: str = "",
     more: Sequence[str] = (),
 ) -> Part:
@@ -112,6 +119,7 @@ def step(
         title: Of its section.
         words: Arguments that the small form has too; overrides, if there are any, come last.
         small: Overrides of the small form alone.
+        small_title: Of the small form's section.
         aim: What it is to reach.
         more: Arguments that the small form does not have.
     """
@@ -124,6 +132,7 @@ def step(
         aim=aim,
         gpus=gpus,
         small=(*BENCH, "step", *words, *small, *SHORT, *ranks, "--cpu"),
+        small_title=f"{small_title} {link.small_words}",
     )
 
 
@@ -134,6 +143,7 @@ class Model:
     Attributes:
         name: Of its configuration.
         words: In titles.
+        family: Its name in titles of the small form.
         layers: Layers that are measured.
         micro_batch: Sequences.
         vocabulary: Of the mock data.
@@ -142,6 +152,7 @@ class Model:
 
     name: str
     words: str
+    family: str
     layers: int
     micro_batch: int
     vocabulary: int
@@ -216,10 +227,18 @@ class Layout:
 
 
 MODELS = (
-    Model(name="gpt-1.3b", words="GPT-1.3B", layers=24, micro_batch=4, vocabulary=50257),
+    Model(
+        name="gpt-1.3b",
+        words="GPT-1.3B",
+        family="GPT-1.3B",
+        layers=24,
+        micro_batch=4,
+        vocabulary=50257,
+    ),
     Model(
         name="gpt-6.7b",
         words="GPT-6.7B with 8 of its 32 layers",
+        family="GPT-6.7B",
         layers=8,
         micro_batch=2,
         vocabulary=50257,
@@ -227,6 +246,7 @@ MODELS = (
     Model(
         name="qwen2.5-7b",
         words="Qwen2.5-7B with 8 of its 28 layers",
+        family="Qwen2.5-7B",
         layers=8,
         micro_batch=8,
         vocabulary=151643,
@@ -247,6 +267,7 @@ def model_steps(layouts: Sequence[Layout], link: Link) -> list[Part]:
             ARMS["tensor" if layout.pipeline == layout.data == 1 else "all"],
             more=model.config(layout),
             small=model.small_config(layout),
+            small_title=f"Training step of {model.family}, cut, {layout.words},",
         )
         for model in MODELS
         for layout in layouts
@@ -313,4 +334,5 @@ def losses(gpus: int, layout: Layout, *, steps: int = 500) -> Part:
             *(script, "--ranks", str(gpus), "--steps", "40", "--cpu", *arms, *CUT),
             *("model.num_layers=4", "megatron.micro_batch_size=2", "megatron.global_batch_size=8"),
         ),
+        small_title=f"Losses of a cut GPT-350M over 40 steps, {layout.words}",
     )

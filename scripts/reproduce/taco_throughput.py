@@ -72,6 +72,7 @@ def parts(args: argparse.Namespace) -> list[Part]:
                 aim=PUBLISHED,
                 gpus=args.nproc_per_node,
                 small=(*torchrun(args), *step, *arms, *config, small, *cut, *SHORT),
+                small_title=f"{words}, cut, TP 2 × PP 2",
             )
         )
     return found

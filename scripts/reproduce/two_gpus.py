@@ -89,6 +89,7 @@ def tensor_steps() -> Iterator[Part]:
                 ("--axis", TENSOR, "--formats", formats),
                 more=few,
                 small=(*TINY, "megatron.global_batch_size=4"),
+                small_title="Training step of a tiny GPT, TP 2,",
                 aim=aim,
             ),
         )
@@ -105,9 +106,9 @@ def pipeline_steps() -> Iterator[Part]:
         (rate("10"), 4, boundaries, (), OF_LIMIT),
         (rate("1"), 4, slow, FEW, f"{OF_LIMIT}, and 2.4 times as fast as plain"),
         (rate("1"), 32, slow, FEWEST, f"{OF_LIMIT}, and 2.7 times as fast as plain"),
-        (Link(name="200mbit", words="at 200 Mbit/s", rate="200Mbit"), 4, slow, FEWEST, OF_LIMIT),
+        (rate("200", "Mbit"), 4, slow, FEWEST, OF_LIMIT),
         (
-            Link(name="200mbit", words="at 200 Mbit/s", rate="200Mbit"),
+            rate("200", "Mbit"),
             32,
             "mapl",
             FEWEST,
@@ -125,6 +126,7 @@ def pipeline_steps() -> Iterator[Part]:
                 ("--axis", PIPELINE, "--boundaries", chosen, *sizes),
                 more=few,
                 small=TINY,
+                small_title=f"Training step of a tiny GPT, PP 2, micro-batches 1 × {batch},",
                 aim=aim,
             ),
         )
@@ -144,6 +146,7 @@ def data_steps() -> Iterator[Part]:
                 ("--axis", DATA, "--compressors", "sdp4bit,e4m3,block_int4"),
                 more=few,
                 small=TINY,
+                small_title="Training step of a tiny GPT, DP 2,",
                 aim=aims.get(link.name, ""),
             ),
         )
@@ -155,6 +158,7 @@ def data_steps() -> Iterator[Part]:
         ("--axis", DATA, "--compressors", "sdp4bit", "megatron.grad_reduce_in_bf16=true"),
         more=FEW,
         small=TINY,
+        small_title="Training step of a tiny GPT, DP 2, gradients in BF16,",
     )
 
 
