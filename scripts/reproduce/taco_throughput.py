@@ -34,8 +34,8 @@ HEADING = """\
 
 Limit: 1 / (1 − f + f / k), with f the exposed share of all communication and k raw / wire bytes; no
 step without overlap can gain more. The arm fp32 sends the tensor-parallel messages uncompressed in
-FP32, the other baseline in use. Published: up to 1.87 times the throughput (arXiv 2604.24088, \
-abstract)."""
+FP32, the other baseline in use; gradients are reduced in FP32 in all arms, Megatron's default.
+Published: up to 1.87 times the throughput (arXiv 2604.24088, abstract)."""
 CONFIGS = ROOT / "configs" / "paper"
 MODELS = {
     # Title, vocabulary of the mock data, overrides. The batch of 2M tokens of the 6.7B model would

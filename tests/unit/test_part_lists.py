@@ -3,6 +3,8 @@
 import argparse
 import importlib
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -124,3 +126,17 @@ def test_machines_are_given_as_to_torchrun(
     args, _ = module.parse([])
     assert (args.nnodes, args.node_rank, args.master_addr) == (2, 1, "10.0.0.1")
     assert (args.nproc_per_node, args.master_port) == (8, 29500)
+
+
+@pytest.mark.parametrize("name", ["two_gpus", "taco_throughput"])
+def test_the_shell_scripts_start_the_lists(name: str) -> None:
+    """As the first host of a lab: its rank is the machine's number."""
+    environ = {**os.environ, "PYTHON": sys.executable, "RANK": "0", "MASTER_ADDR": "10.77.0.1"}
+    environ.pop("NODE_RANK", None)
+    done = subprocess.run(
+        ["bash", str(FOLDER / f"{name}.sh"), "--list"],
+        env=environ, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    shown = {"two_gpus": "bench collectives --ranks 2", "taco_throughput": "--node-rank 0"}
+    assert shown[name] in done.stdout
