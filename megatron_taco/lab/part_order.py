@@ -92,6 +92,14 @@ class Nodes:
                 return
             yield name
 
+    def quit(self) -> None:
+        """On the others: this machine was told to end, and takes no further part."""
+        self._store.add("quit", 1)
+
+    def complete(self) -> bool:
+        """On the first machine: whether none of the others has quit."""
+        return self._store.add("quit", 0) == 0
+
     def ended(self, code: int) -> None:
         """Tells the others how the part ended here."""
         if code:

@@ -152,6 +152,10 @@ class _Work:
             if self._args.seconds is not None and time.monotonic() - start > self._args.seconds:
                 self._said.append(f"{part.name}: not started")
                 continue
+            if self._nodes is not None and not self._nodes.complete():
+                self._said.append(f"{part.name}: not started, a machine has quit")
+                result = result or REFUSED
+                continue
             code = self._run(part, file, caught)
             result = result or code
             if caught.exit_code is not None:
@@ -178,6 +182,7 @@ class _Work:
                 code = self._start(by_name[name], Path(folder) / "unused.json", caught)[0]
             result = result or code
             if caught.exit_code is not None:
+                nodes.quit()
                 return caught.exit_code
         return result
 
