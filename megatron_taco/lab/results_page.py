@@ -165,8 +165,7 @@ def _ranks(report: Report) -> str:
     about, checks = report["about"], report["link_check"]
     text = (
         f"{plots.where(report)}; torch {about['versions']['torch']}, CUDA {about['cuda']}, Python "
-        f"{about['python']}, BF16, block {about['block']}. "
-        "Medians, least and most in brackets."
+        f"{about['python']}, BF16. Medians, least and most in brackets."
     )
     if checks:
         shares = [check["share"] for check in checks if check["pattern"] == "one way"]
@@ -174,8 +173,12 @@ def _ranks(report: Report) -> str:
     return text
 
 
+def _measured(report: Report) -> str:
+    return f"Block {report['about']['block']}. {_ranks(report)}"
+
+
 def _trained(report: Report) -> str:
-    return f"{step_report.describe(report)}, scales {report['about']['scales']}. {_ranks(report)}"
+    return f"{step_report.describe(report)}. {_ranks(report)}"
 
 
 def _graphs(report: Report) -> str:
@@ -196,7 +199,7 @@ _TABLES: Final[dict[str, Callable[[Report], list[str]]]] = {
 }
 _SAYS: Final[dict[str, Callable[[Report], str]]] = {
     "kernels": _graphs,
-    "collectives": _ranks,
+    "collectives": _measured,
     "step": _trained,
     "losses": lambda report: str(report["about"]["text"]),
     "table": lambda report: str(report["about"]["text"]),

@@ -272,12 +272,15 @@ def describe(report: Mapping[str, Any]) -> str:
         if about["use_distributed_optimizer"]:
             parallel += " with the distributed optimiser"
         parallel += f", gradients in {'BF16' if about['grad_reduce_in_bf16'] else 'FP32'}"
+    codec = ""
+    if about.get("axis", "tensor") in ("tensor", "all"):
+        codec = f", block {about['block']}, scales {about['scales']}"
     return (
         f"{about['model']} ({about['num_layers']} layers, hidden {about['hidden_size']}, sequence "
         f"{about['seq_length']}, micro-batch {about['micro_batch_size']}, global batch "
         f"{about['global_batch_size']}), {parallel}, megatron-core "
-        f"{about['versions']['megatron-core']}, torch attention; {about['cycles']} cycles of "
-        f"{about['steps']} steps an arm, {about['settle']} before each not counted"
+        f"{about['versions']['megatron-core']}, torch attention{codec}; {about['cycles']} cycles "
+        f"of {about['steps']} steps an arm, {about['settle']} before each not counted"
     )
 
 

@@ -1,5 +1,7 @@
 """Speed on one GPU: kernels, collectives and training steps on emulated links, and losses.
 
+Steps with each parallel axis compressed: tensor, pipeline, data. Each part takes under 5 minutes.
+
 Two NCCL ranks share the card; the links need root (docs/lab.md). Writes docs/results/one-gpu-speed
 with JSON and plots, and docs/results/one-gpu-speed.md. A part that is there already is not run
 again.
@@ -20,6 +22,23 @@ BENCH = ("-m", "megatron_taco.cli", "bench")
 SHARED = ("--hosts", "2", "--share-gpu")
 STEP_AIM = "0.95 of the limit"
 STEPS = ("--cycles", "3", "--steps", "1")
+FEW = ("--cycles", "2", "--steps", "1", "--settle", "0")
+"""For steps of ten seconds and more."""
+PIPELINE_AIM = (
+    "0.95 of the limit, and 2.4 times as fast (1 x 4) or 2.7 (1 x 32) at 1 Gbit/s, 5 (1 x 32) at "
+    "200 Mbit/s; a boundary's own work at most 3% of a stage's compute"
+)
+DATA_AIM = "0.95 of the limit, and 2 times as fast at 10 Gbit/s with gradients in FP32"
+
+
+def _pipeline(rate: str, micro_batches: int, *turns: str) -> tuple[str, ...]:
+    batch = ("megatron.micro_batch_size=1", f"megatron.global_batch_size={micro_batches}")
+    return (*BENCH, "step", *batch, "--axis", "pipeline", *turns, *SHARED, "--rate", rate)
+
+
+def _data(rate: str, *words: str) -> tuple[str, ...]:
+    return (*BENCH, "step", *words, "--axis", "data", *SHARED, "--rate", rate)
+
 
 PARTS = (
     Part(
@@ -61,6 +80,52 @@ PARTS = (
             *(*STEPS, *SHARED, "--rate", "1Gbit"),
         ),
         aim=STEP_AIM,
+    ),
+    Part(
+        name="pipeline-1gbit-4",
+        title="Pipeline at 1 Gbit/s, 4 micro-batches",
+        command=_pipeline("1Gbit", 4, *STEPS),
+        aim=PIPELINE_AIM,
+    ),
+    Part(
+        name="pipeline-1gbit-32",
+        title="Pipeline at 1 Gbit/s, 32 micro-batches",
+        command=_pipeline("1Gbit", 32, *STEPS),
+        aim=PIPELINE_AIM,
+    ),
+    Part(
+        name="pipeline-200mbit-32",
+        title="Pipeline at 200 Mbit/s, 32 micro-batches",
+        # A plain step is about 20 s: Transformer Engine's would say no more.
+        command=_pipeline("200Mbit", 32, *FEW, "--uncompressed", "sdpa"),
+        aim=PIPELINE_AIM,
+    ),
+    Part(
+        name="data-10gbit",
+        title="Data parallelism at 10 Gbit/s, global batch 16",
+        command=_data("10Gbit", *STEPS),
+        aim=DATA_AIM,
+    ),
+    Part(
+        name="data-10gbit-bf16",
+        title="Data parallelism at 10 Gbit/s, gradients reduced in BF16",
+        command=_data("10Gbit", "megatron.grad_reduce_in_bf16=true", *STEPS),
+        aim=DATA_AIM,
+    ),
+    Part(
+        name="data-10gbit-256",
+        title="Data parallelism at 10 Gbit/s, global batch 256",
+        command=_data(
+            *("10Gbit", "megatron.global_batch_size=256", "--compressors", "sdp4bit"),
+            *(*FEW, "--uncompressed", "sdpa"),
+        ),
+        aim="0.95 of the limit",
+    ),
+    Part(
+        name="data-1gbit",
+        title="Data parallelism at 1 Gbit/s, global batch 16",
+        command=_data("1Gbit", *FEW),
+        aim=DATA_AIM,
     ),
     Part(
         name="losses",
