@@ -97,11 +97,12 @@ def tensor_steps() -> Iterator[Part]:
 
 def pipeline_steps() -> Iterator[Part]:
     """Micro-batches of one sequence; few and many of them on the slow links."""
+    work = "a boundary's own work at most 3% of a stage's compute"
     boundaries = "mapl,mapl+int8,int8_hadamard"
     slow = "mapl,mapl+int8"
     for link, batch, chosen, few, aim in (
-        (NVLINK, 4, boundaries, (), ""),
-        (HOST_MEMORY, 4, boundaries, (), ""),
+        (NVLINK, 4, boundaries, (), work),
+        (HOST_MEMORY, 4, boundaries, (), work),
         (rate("25"), 4, boundaries, (), OF_LIMIT),
         (rate("10"), 4, boundaries, (), OF_LIMIT),
         (rate("1"), 4, slow, FEW, f"{OF_LIMIT}, and 2.4 times as fast as plain"),
