@@ -107,7 +107,19 @@ def kind(field: Any) -> str:
     names = [plain.get(get_origin(p) or p, "") for p in parts]
     if get_origin(annotation) in (tuple, list) or not all(names):
         return "as described"
-    return " or ".join(dict.fromkeys(names))
+    return " or ".join(dict.fromkeys(names)) + bounds(field)
+
+
+def bounds(field: Any) -> str:
+    """The range of a number, as its constraints have it."""
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    found = [
+        f"{text} {getattr(constraint, name)}"
+        for name, text in words.items()
+        for constraint in field.metadata
+        if getattr(constraint, name, None) is not None
+    ]
+    return ", " + ", ".join(found) if found else ""
 
 
 def default(field: Any) -> str:

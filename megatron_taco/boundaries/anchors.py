@@ -60,11 +60,20 @@ class Anchor(nn.Module, ABC):
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the anchors of ``ids`` int64 [b, s]: [s, b, d] of ``dtype``."""
 
-    def start_from_embedding(self, weight: Tensor) -> None:
-        """Begin at the token embedding ``weight`` [V, d], as far as this kind can represent it.
+    @property
+    def trainable(self) -> bool:
+        """Whether the table is a parameter."""
+        return any(True for _ in self.parameters())
+
+    def start_from_embedding(self, weight: Tensor, first: int = 0) -> None:
+        """Begin at the token embedding, as far as this kind can represent it.
+
+        Args:
+            weight: Rows of the embedding [n, d].
+            first: Number of the first of them; rows that are not given stay as they are.
 
         Raises:
-            ValueError: If this kind has nothing to set, or the shape is another.
+            ValueError: If this kind has nothing to set, or there are no such rows.
         """
         raise ValueError(f"{type(self).__name__} cannot start from the embedding")
 
@@ -85,7 +94,8 @@ class StaticAnchor(Anchor):
 
     def __init__(self, vocab: int, hidden: int, seed: int, std: float = 1.0) -> None:
         super().__init__()
-        key = stream_key("static anchors", seed, vocab, hidden)
+        # A token's row does not depend on how many rows the vocabulary is padded to.
+        key = stream_key("static anchors", seed, hidden)
         table = torch.empty(vocab * hidden)
         for at in range(0, table.numel(), _CHUNK):
             part = table[at : at + _CHUNK]
@@ -108,11 +118,11 @@ class FullAnchor(Anchor):
         """Return the table's rows."""
         return look_up(self.table, ids).to(dtype)
 
-    def start_from_embedding(self, weight: Tensor) -> None:
-        """Copy ``weight`` [V, d]."""
-        _check_embedding(weight, tuple(self.table.shape))
+    def start_from_embedding(self, weight: Tensor, first: int = 0) -> None:
+        """Copy ``weight`` [n, d] into the rows from ``first`` on."""
+        _check_embedding(weight, first, (self.table.shape[0], self.table.shape[1]))
         with torch.no_grad():
-            self.table.copy_(weight)
+            self.table[first : first + len(weight)] = weight
 
 
 class FactorisedAnchor(Anchor, FixedPrecision):
@@ -141,11 +151,12 @@ class FactorisedAnchor(Anchor, FixedPrecision):
         """Return E[ids] P, the product in ``dtype``."""
         return torch.matmul(look_up(self.table, ids).to(dtype), self.basis.to(dtype))
 
-    def start_from_embedding(self, weight: Tensor) -> None:
-        """Set E to ``weight`` P', so that the anchor is the embedding projected on P's rows."""
-        _check_embedding(weight, (self.table.shape[0], self.basis.shape[1]))
+    def start_from_embedding(self, weight: Tensor, first: int = 0) -> None:
+        """Set rows of E to ``weight`` P': the anchor is the embedding projected on P's rows."""
+        _check_embedding(weight, first, (self.table.shape[0], self.basis.shape[1]))
         with torch.no_grad():
-            self.table.copy_(weight.to(self.basis) @ self.basis.t())
+            rows = weight.to(self.basis) @ self.basis.t()
+            self.table[first : first + len(weight)] = rows.to(self.table.dtype)
 
 
 def build_anchor(
@@ -178,6 +189,10 @@ def build_anchor(
     return FactorisedAnchor(vocab, hidden, rank, seed, segment)
 
 
-def _check_embedding(weight: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(weight.shape) != shape:
-        raise ValueError(f"anchors: the embedding is {list(weight.shape)}, expected {list(shape)}")
+def _check_embedding(weight: Tensor, first: int, shape: tuple[int, int]) -> None:
+    rows, hidden = shape
+    if weight.dim() != 2 or weight.shape[1] != hidden or not 0 <= first <= rows - len(weight):
+        raise ValueError(
+            f"anchors: the embedding is {list(weight.shape)} from row {first}, "
+            f"expected rows of {list(shape)}"
+        )

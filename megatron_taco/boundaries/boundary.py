@@ -170,6 +170,26 @@ class Boundary(nn.Module, ABC):
         """
         return self.back.unpack(message, self.wire_shape(s, b), dtype, False)
 
+    def error_pair(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return what this boundary codes and what of it arrives, for a measure of its error.
+
+        Changes nothing, and needs the sending half alone: anchors are in neither.
+
+        Args:
+            x: What enters, [s, b, d].
+            ids: Token ids, as for ``encode``.
+
+        Returns:
+            Two tensors of one shape; None where nothing is lost, or the sender cannot tell what.
+        """
+        return None
+
+    def gradient_error_pair(self, gradient: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return a gradient [s, b, width] and what of it arrives; None where all of it does."""
+        if is_plain(self.back):
+            return None
+        return gradient, self.back.cross(gradient, False)
+
     def gradient_parts(self) -> dict[str, Tensor]:
         """Return the parts of the projector's gradient that arose here: see ``Projector``."""
         return {} if self.projector is None else self.projector.gradient_parts()

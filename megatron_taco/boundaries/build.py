@@ -55,6 +55,8 @@ class BoundarySettings:
         anchor_std: Standard deviation of static anchors.
         seed: Of everything random here.
         beta: Momentum of the projector.
+        move_every: Of ``subspace``: steps between two moves of it; 0 never.
+        move_length: Of ``subspace``: Frobenius norm of a move.
         forward: Quantiser of what crosses; none for the element-wise kinds, which have their own.
         backward: Quantiser of its gradient; likewise.
 
@@ -70,6 +72,8 @@ class BoundarySettings:
     anchor_std: float = 1.0
     seed: int = 0
     beta: float = 0.95
+    move_every: int = 0
+    move_length: float = 0.0
     forward: QuantizerSettings = QuantizerSettings()
     backward: QuantizerSettings = QuantizerSettings()
 
@@ -154,7 +158,8 @@ def build(
         table = before or after
         if not isinstance(table, StaticAnchor):
             raise ValueError(f"boundary {index}: a subspace network needs its static anchors")
-        return Subspace(place, hidden, rank, there, back, table)
+        every, length = settings.move_every, settings.move_length
+        return Subspace(place, hidden, rank, there, back, table, every, length)
     kind = PROJECTED[settings.kind]
     return kind(place, hidden, rank, there, back, before, after, settings.beta)
 

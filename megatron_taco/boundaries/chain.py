@@ -72,6 +72,12 @@ class Chain(nn.Module):
         assert isinstance(found, Anchor)
         return found
 
+    @property
+    def trainable_anchors(self) -> list[Anchor]:
+        """The anchors with a table that is trained."""
+        anchors = [each for each in self.anchors.values() if isinstance(each, Anchor)]
+        return [each for each in anchors if each.trainable]
+
     def boundary(self, index: int) -> Boundary | None:
         """Return boundary ``index``; None if this chunk has no part in it."""
         name = str(index)

@@ -25,6 +25,10 @@ class Elementwise(Boundary):
         """Return ``z`` [s, b, d]."""
         return z
 
+    def error_pair(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return ``x`` and its decoded code."""
+        return x, self.there.cross(x, False)
+
 
 class TacoBoundary(Elementwise):
     """TACO both ways: E4M3, blocks of 256, Hadamard, dual scales."""

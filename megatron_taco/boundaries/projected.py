@@ -72,6 +72,14 @@ class Projected(Boundary):
         anchor = self._anchor(1, ids, z)
         return y if anchor is None else y + anchor
 
+    def error_pair(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return the residual R = X - anchor and its projection as it arrives, [s, b, d] each."""
+        anchor = self._anchor(0, ids, x)
+        residual = x if anchor is None else x - anchor
+        rounded = self.projector.rounded(x.dtype)
+        arrived = self.there.cross(residual @ rounded, False)
+        return residual, arrived @ rounded.t()
+
     def _anchor(self, side: int, ids: Tensor | None, x: Tensor) -> Tensor | None:
         table = self._anchors[side]
         if table is None:

@@ -15,7 +15,8 @@ no harm), no bias outside the subspace, and F added to the embedding (``Chain.an
 
 U moves every few hundred steps along the Grassmann manifold towards the principal subspace of the
 activations' gradients. How far and from which average was not found in the sources: here it is a
-step of chosen length along (I - U U') S U with S the sum of G'G over the receivers' gradients.
+step of chosen length along (I - U U') S U, with S the sum of G'G over the receivers' gradients in
+the very step that it ends, so that nothing has to be kept from step to step.
 """
 
 from typing import Any
@@ -29,7 +30,8 @@ from megatron_taco.boundaries.boundary import Place
 from megatron_taco.boundaries.halves import accumulate_outer_
 from megatron_taco.boundaries.projected import Projected
 from megatron_taco.boundaries.quantizers import Quantizer
-from megatron_taco.boundaries.stiefel import orthonormalise
+from megatron_taco.boundaries.spel import StepReport
+from megatron_taco.boundaries.stiefel import orthonormalise, orthonormality_error
 
 SHARED = 0
 """Number of the projector that all boundaries begin with."""
@@ -63,10 +65,11 @@ class Subspace(Projected):
         there: Quantiser of Z.
         back: Quantiser of its gradient.
         anchor: The fixed table F.
-        watch: Whether receivers keep what ``move`` needs (one more product of that size).
+        every: Steps between two moves of U; 0 keeps it where it is.
+        length: Of a move, see ``move``.
 
     Attributes:
-        pull: S U since the last move, FP32 [d, k]; None unless this end receives and ``watch``.
+        pull: S U of this step, FP32 [d, k]; None at a sender, and in steps without a move.
     """
 
     kind = "subspace"
@@ -81,25 +84,66 @@ class Subspace(Projected):
         there: Quantizer,
         back: Quantizer,
         anchor: StaticAnchor,
-        watch: bool = False,
+        every: int = 0,
+        length: float = 0.0,
     ) -> None:
         super().__init__(place, hidden, rank, there, back, anchor, anchor)
-        held = watch and place.ends != "sender"
-        self.pull = torch.zeros(hidden, rank) if held else None
+        if every < 0 or length < 0.0:
+            raise ValueError(
+                f"subspace: every is {every} and length {length}, allowed is 0 or more"
+            )
+        self._every, self._length = every, length
+        self.pull = None
 
     @property
     def subspace(self) -> int:
         """Number of the initial projector: all boundaries share it."""
         return SHARED
 
+    @property
+    def due(self) -> bool:
+        """Whether U moves at the end of the step that runs."""
+        return self._every > 0 and (self.projector.steps + 1) % self._every == 0
+
     def decode(self, z: Tensor, ids: Tensor | None) -> Tensor:
         """Return X^ [s, b, d] of ``z`` [s, b, k]."""
         x = super().decode(z, ids)
-        if self.pull is None:
+        if not self.due or not torch.is_grad_enabled():
             return x
-        self.pull = self.pull.to(x.device)
+        if self.pull is None:
+            self.pull = torch.zeros(self.hidden, self.width, device=x.device)
         watched: Tensor = _Watch.apply(x, self.projector.rounded(x.dtype), self.pull)
         return watched
+
+    def begin_step(self) -> None:
+        """Drop what the step accumulated so far."""
+        super().begin_step()
+        self.pull = None
+
+    def end_step(
+        self,
+        gradient: Tensor | None = None,
+        lr: float = 0.0,
+        statistics: Tensor | None = None,
+        skipped: bool = False,
+    ) -> StepReport | None:
+        """End an optimiser step; where a move is ``due``, ``gradient`` is the sum of all pulls.
+
+        Afterwards all weights have to be constrained, anew after a move.
+
+        Raises:
+            ValueError: If a move is due and there is no pull.
+        """
+        super().end_step(None, lr, statistics, skipped)
+        report = None
+        if not skipped:
+            if self.due:
+                if gradient is None:
+                    raise ValueError(f"boundary {self.place.index}: the subspace has no pull")
+                report = self.move(gradient, self._length)
+            self.projector.steps += 1
+        self.pull = None
+        return report
 
     def constrain_output_(self, weight: Tensor) -> None:
         """Project an output projection [d, inputs] or a bias [d] on the subspace, in place.
@@ -130,12 +174,15 @@ class Subspace(Projected):
         self._check("a second moment", moment, along)
         moment.copy_(moment.mean(along, keepdim=True).expand_as(moment))
 
-    def move(self, pull: Tensor, length: float) -> None:
+    def move(self, pull: Tensor, length: float) -> StepReport:
         """Move U by at most ``length`` radians; afterwards all weights have to be constrained anew.
 
         Args:
             pull: ``pull`` summed over all boundaries and replicas, FP32 [d, k], finite.
             length: Frobenius norm of the step, at least 0.
+
+        Returns:
+            What the move did.
 
         Raises:
             ValueError: If ``pull`` has another shape, or the length is negative.
@@ -149,9 +196,11 @@ class Subspace(Projected):
         direction = pull - u @ (u.t() @ pull)
         norm = torch.linalg.vector_norm(direction)
         direction = direction / norm.clamp_min(torch.finfo(u.dtype).tiny)
-        u.copy_(orthonormalise(u + length * direction))
-        if self.pull is not None:
-            self.pull.zero_()
+        moved = orthonormalise(u + length * direction)
+        outside = torch.linalg.vector_norm(moved - u @ (u.t() @ moved)) / u.shape[1] ** 0.5
+        u.copy_(moved)
+        error, distance = torch.stack([orthonormality_error(u), outside]).tolist()
+        return StepReport(error, False, distance)
 
     def _check(self, what: str, tensor: Tensor, along: int) -> None:
         if tensor.shape[along] != self.hidden:

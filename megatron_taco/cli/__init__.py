@@ -22,6 +22,10 @@ COMMANDS: Commands = {
         "megatron_taco.cli.doctor",
         "check Megatron, this machine and a configuration; says what to change",
     ),
+    "export": (
+        "megatron_taco.cli.export",
+        "write a run's model in one piece, its pipeline boundaries kept or folded in",
+    ),
     "lab": (
         "megatron_taco.cli.lab",
         "run ranks behind links of any speed on this machine",

@@ -24,43 +24,22 @@ the bytes are TACO's.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
-from math import sqrt
 from typing import ClassVar, Self
 
-import torch
 from torch import Tensor
 
-from megatron_taco.compressors.base import VALUE_DTYPES, Compressor, into
-from megatron_taco.compressors.blocks import (
-    absolute_maximum,
-    clamp_exponent,
-    floor_exponent,
-    from_columns,
-    power_of_two,
-    to_columns,
-)
 from megatron_taco.compressors.counter_random import uniform
-from megatron_taco.compressors.formats import CodeFormat, code_format
-from megatron_taco.compressors.hadamard import butterflies_
-from megatron_taco.compressors.layout import Layout
-from megatron_taco.compressors.rotated import rotated_sum
-from megatron_taco.compressors.scales import (
-    floor_exponents,
-    own_exponent,
-    quant_scale,
-    relative_scale,
-)
+from megatron_taco.compressors.scaled import ScaledBlocks
 
 BITS = (8, 6, 4)
 GROUPS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 TRANSFORMS = (1, 32, 64, 128, 256, 512)
-SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SCALE_DTYPES = ("fp32", "bf16")
 ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclass(frozen=True)
-class BlockInteger(Compressor):
+class BlockInteger(ScaledBlocks):
     """Integers of few bits, one scale a group; the arithmetic is in this module's docstring.
 
     A payload of n elements in g = ceil(n / B) groups is [codes: g * B * bits / 8 bytes][g scales].
@@ -87,20 +66,11 @@ class BlockInteger(Compressor):
 
     def __post_init__(self) -> None:
         """Check every field, then the combination."""
-        fields: tuple[tuple[str, tuple[object, ...]], ...] = (
-            ("bits", BITS),
-            ("block", GROUPS),
-            ("transform", TRANSFORMS),
-            ("scale", tuple(SCALE_DTYPES)),
-            ("rounding", ROUNDINGS),
-        )
-        for field, allowed in fields:
-            value = getattr(self, field)
-            if not any(type(value) is type(a) and value == a for a in allowed):
-                raise ValueError(
-                    f"{self.name}: {field} is {value!r}, allowed are "
-                    f"{', '.join(str(a) for a in allowed)}"
-                )
+        self.allow("bits", self.bits, BITS)
+        self.allow("block", self.block, GROUPS)
+        self.allow("transform", self.transform, TRANSFORMS)
+        self.allow("scale", self.scale, SCALE_DTYPES)
+        self.allow("rounding", self.rounding, ROUNDINGS)
         if self.transform > self.block:
             raise ValueError(
                 f"{self.name}: transform is {self.transform}, allowed are at most the block, "
@@ -116,169 +86,26 @@ class BlockInteger(Compressor):
         """
         return self if self.rounding == "nearest" else replace(self, key=key)
 
-    @cached_property
-    def _code(self) -> CodeFormat:
-        return code_format(f"int{self.bits}")
-
-    @cached_property
-    def _layout(self) -> Layout:
-        return Layout(self.block, self.bits, (SCALE_DTYPES[self.scale],))
-
-    def payload_bytes(self, numel: int) -> int:
-        """Return ceil(n / B) * (B * bits / 8 + bytes of a scale).
-
-        Raises:
-            ValueError: If ``numel`` is negative.
-        """
-        if numel < 0:
-            raise ValueError(f"{self.name}: numel is {numel}, allowed is 0 or more")
-        return self._layout.payload_bytes(numel)
-
-    def encode_rows(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Encode each row of ``x`` [R, n] into its own payload: uint8 [R, payload_bytes(n)].
-
-        With stochastic rounding the bytes of a row depend on its number, too.
-
-        Args:
-            x: FP32, BF16 or FP16, of any strides; its gradient history is ignored.
-            out: Where the payloads go, if not into a new tensor.
-
-        Raises:
-            TypeError: If ``x`` is of another dtype.
-            ValueError: If ``x`` has not two dimensions, or ``out`` is not what is returned.
-        """
-        self.check_values(x)
-        rows, numel = x.shape
-        self.check_out(out, (rows, self.payload_bytes(numel)), (torch.uint8,), x.device)
-        if x.numel() == 0:
-            return into(out, x.new_empty(rows, self.payload_bytes(numel), dtype=torch.uint8))
-        columns = to_columns(x.detach(), self.block)
-        e = clamp_exponent(floor_exponent(absolute_maximum(columns)))
-        y = self._rotate(columns * power_of_two(-e))
-        return into(out, self._emit(y, e, rows, numel, self._norm))
+    @property
+    def _format(self) -> str:
+        return f"int{self.bits}"
 
     @property
-    def _norm(self) -> float:
-        """What the transform is yet to be multiplied by."""
-        return 1.0 / sqrt(self.transform)
+    def _scales(self) -> str:
+        return f"merged_{self.scale}"
 
-    def _rotate(self, columns: Tensor) -> Tensor:
-        """Transform each T elements of FP32 [B, N], not normalised; uses ``columns`` up."""
-        if self.transform == 1:
-            return columns
-        block, count = columns.shape
-        parts = columns.view(block // self.transform, self.transform, count).transpose(0, 1)
-        turned = butterflies_(parts.reshape(self.transform, -1).contiguous())
-        turned = turned.view(self.transform, block // self.transform, count)
-        return turned.transpose(0, 1).reshape(block, count)
+    @property
+    def _order(self) -> int:
+        return self.transform
 
-    def _emit(self, y: Tensor, e: Tensor, rows: int, numel: int, norm: float) -> Tensor:
-        """Scale, quantise and lay out norm * y * 2^e [B, R * g]; uses ``y`` up."""
-        scale = quant_scale(absolute_maximum(y), norm / self._code.limit) * power_of_two(e)
-        scale = scale.to(SCALE_DTYPES[self.scale])
-        finite = scale.isfinite()
-        usable = finite & (scale > 0)
-        divisor = torch.where(usable, scale.float() * power_of_two(-e), 1.0)
-        inverse = torch.full_like(divisor, norm) / divisor
-        if self.rounding == "stochastic":
-            v = y.mul_(inverse).clamp_(-self._code.limit, self._code.limit)
-            codes = self._code.pack(self._round_randomly(v))
-        else:
-            codes = self._code.quantise(y, inverse)
-        codes.mul_(usable.to(torch.uint8))
-        return self._layout.write(rows, numel, codes, (torch.where(finite, scale, torch.nan),))
+    @property
+    def _key(self) -> int | None:
+        return self.key if self.rounding == "stochastic" else None
 
-    def _round_randomly(self, v: Tensor) -> Tensor:
+    def _quantise(self, y: Tensor, inverse: Tensor) -> Tensor:
+        if self.rounding == "nearest":
+            return super()._quantise(y, inverse)
+        v = y.mul_(inverse).clamp_(-self._code.limit, self._code.limit)
         u = uniform(v.numel(), self.key, v.device).view(v.shape[1], v.shape[0]).t()
         floor = v.floor()
-        return floor + (u < v - floor).float()
-
-    def decode_rows(
-        self, payloads: Tensor, numel: int, dtype: torch.dtype, out: Tensor | None = None
-    ) -> Tensor:
-        """Decode uint8 [R, payload_bytes(numel)] to values of ``dtype`` [R, numel].
-
-        Args:
-            payloads: The payloads.
-            numel: Elements of a row.
-            dtype: Of the values.
-            out: Where the values go, if not into a new tensor.
-
-        Raises:
-            TypeError: If the payloads are not uint8 or ``dtype`` is not FP32, BF16 or FP16.
-            ValueError: If the payloads have another shape than expected, or ``out`` is not what
-                is returned.
-        """
-        self.check_payloads(payloads, numel)
-        self.check_dtype(dtype, "the output asked for")
-        rows = payloads.shape[0]
-        self.check_out(out, (rows, numel), (dtype,), payloads.device)
-        if numel == 0:
-            return into(out, torch.empty(rows, 0, dtype=dtype, device=payloads.device))
-        q = self._code.unpack(self._layout.read_codes(payloads, numel))
-        (scales,) = self._layout.read_scales(payloads, numel)
-        e = own_exponent(floor_exponents(scales, None), self._code.limit)
-        factor = relative_scale(scales, None, e) * self._norm
-        values = self._rotate(q).mul_(factor.reshape(-1))
-        values.mul_(power_of_two(e).reshape(-1))
-        return into(out, from_columns(values, rows, numel, dtype))
-
-    def _rotated_sum(self, payloads: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Return FP32 z [B, g] and e [g]: the sum over the rows, rotated, is z * 2^e."""
-        q = self._code.unpack(self._layout.read_codes(payloads, numel))
-        (scales,) = self._layout.read_scales(payloads, numel)
-        return rotated_sum(q, scales, None, self._code)
-
-    def decode_sum(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        """Sum the values of uint8 [P, payload_bytes(numel)] in the order 0 .. P-1: FP32 [numel].
-
-        Args:
-            payloads: The payloads.
-            numel: Elements of each.
-            out: Where the sum goes, if not into a new FP32 tensor: FP32, BF16 or FP16 [numel],
-                contiguous; the FP32 sum is rounded to its dtype once.
-
-        Raises:
-            TypeError: If the payloads are not uint8, or ``out`` has another dtype.
-            ValueError: If the payloads or ``out`` have another shape than expected.
-        """
-        self.check_payloads(payloads, numel)
-        self.check_out(out, (numel,), VALUE_DTYPES, payloads.device)
-        if numel == 0:
-            return into(out, torch.empty(0, dtype=torch.float32, device=payloads.device))
-        z, e = self._rotated_sum(payloads, numel)
-        values = self._rotate(z).mul_(power_of_two(e) * self._norm)
-        return into(out, from_columns(values, 1, numel, torch.float32)[0])
-
-    def reduce_encode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        """Encode the sum of uint8 [P, payload_bytes(numel)] again: uint8 [payload_bytes(numel)].
-
-        No transform is needed. Stochastic rounding uses this compressor's key: give it another
-        one than the payloads had.
-
-        Args:
-            payloads: The payloads.
-            numel: Elements of each.
-            out: Where the payload goes, if not into a new tensor.
-
-        Raises:
-            TypeError: If the payloads are not uint8.
-            ValueError: If the payloads have another shape than expected, or ``out`` is not what
-                is returned.
-        """
-        self.check_payloads(payloads, numel)
-        self.check_out(out, (self.payload_bytes(numel),), (torch.uint8,), payloads.device)
-        if numel == 0:
-            return into(out, payloads.new_empty(0))
-        z, e = self._rotated_sum(payloads, numel)
-        return into(out, self._emit(z, e, 1, numel, 1.0)[0])
-
-    def nonfinite_blocks(self, payloads: Tensor, numel: int) -> Tensor:
-        """Count the groups of uint8 [R, bytes] whose scale is NaN: 0-dim int64, not synchronised.
-
-        Raises:
-            TypeError: If the payloads are not uint8.
-            ValueError: If the payloads have another shape than expected.
-        """
-        self.check_payloads(payloads, numel)
-        return self._layout.read_scales(payloads, numel)[0].isnan().sum()
+        return self._code.pack(floor + (u < v - floor).float())

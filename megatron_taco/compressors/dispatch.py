@@ -24,10 +24,12 @@ OLDEST_CAPABILITY = (8, 0)
 
 
 class Kernels(Protocol):
-    """What ``megatron_taco.kernels.launch`` offers, a function for each method of ``Taco``."""
+    """What ``megatron_taco.kernels.launch`` offers, a function a method of ``ScaledBlocks``."""
 
-    def encode_rows(self, settings: KernelSettings, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """See ``Taco.encode_rows``; n > 0."""
+    def encode_rows(
+        self, settings: KernelSettings, x: Tensor, out: Tensor | None = None, key: int = 0
+    ) -> Tensor:
+        """See ``ScaledBlocks.encode_rows``; n > 0, ``key`` of 64 bits for random rounding."""
 
     def decode_rows(
         self,
@@ -37,22 +39,27 @@ class Kernels(Protocol):
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See ``Taco.decode_rows``; n > 0."""
+        """See ``ScaledBlocks.decode_rows``; n > 0."""
 
     def decode_sum(
         self, settings: KernelSettings, payloads: Tensor, numel: int, out: Tensor | None = None
     ) -> Tensor:
-        """See ``Taco.decode_sum``; n > 0."""
+        """See ``ScaledBlocks.decode_sum``; n > 0."""
 
     def decode_sum_peers(
         self, settings: KernelSettings, addresses: Tensor, numel: int, out: Tensor
     ) -> Tensor:
-        """See ``Taco.decode_sum_peers``; n > 0."""
+        """See ``ScaledBlocks.decode_sum_peers``; n > 0."""
 
     def reduce_encode(
-        self, settings: KernelSettings, payloads: Tensor, numel: int, out: Tensor | None = None
+        self,
+        settings: KernelSettings,
+        payloads: Tensor,
+        numel: int,
+        out: Tensor | None = None,
+        key: int = 0,
     ) -> Tensor:
-        """See ``Taco.reduce_encode``; n > 0."""
+        """See ``ScaledBlocks.reduce_encode``; n > 0, ``key`` as in ``encode_rows``."""
 
     def warm_up(
         self,
@@ -64,24 +71,29 @@ class Kernels(Protocol):
         """See ``Compressor.warm_up``."""
 
 
-EXACT_ON_GPUS = frozenset((form, "dual") for form in ("e4m3", "e5m2", "int8", "int6", "int4"))
-"""Format and scales whose kernels gave the bytes of the torch code on a GPU, see
-docs/results/kernels.md."""
 ALL_KERNELS = "MEGATRON_TACO_ALL_KERNELS"
-"""Environment variable of tests and benchmarks: with 1, use the other kernels as well."""
+"""Environment variable of tests and benchmarks: with 1, use the kernels that are not shown yet."""
 
 
-def kernels_on(device: torch.device, form: str, scales: str) -> Kernels | None:
+def exact_on_gpus(settings: KernelSettings) -> bool:
+    """Whether these kernels gave the bytes of the torch code on a GPU, see docs/results/kernels.md.
+
+    The others are used in tests and benchmarks until they have.
+    """
+    whole = settings.order in (1, settings.block) and settings.block <= 512
+    return settings.scales == "dual" and whole and not settings.random
+
+
+def kernels_on(device: torch.device, settings: KernelSettings) -> Kernels | None:
     """Return the kernels for tensors on ``device``, or None where torch does the work.
 
     Args:
         device: Where the tensors are.
-        form: Code format of the compressor.
-        scales: Its scales.
+        settings: Of the compressor.
     """
     interpret = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type == "cuda":
-        shown = (form, scales) in EXACT_ON_GPUS or os.environ.get(ALL_KERNELS) == "1"
+        shown = exact_on_gpus(settings) or os.environ.get(ALL_KERNELS) == "1"
         return _load() if shown and not interpret and _capable(device.index) else None
     return _load() if interpret and device.type == "cpu" else None
 

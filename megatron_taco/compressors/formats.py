@@ -143,7 +143,7 @@ FORMATS: tuple[CodeFormat, ...] = (
     E4M3("e4m3", 8, 448.0, 448.0),
     E5M2("e5m2", 8, 57344.0, 57344.0),
     Integer("int8", 8, 127.0, 127.0),
-    Int6("int6", 6, 31.0, 31.0),
+    Int6("int6", 6, 31.0, 31.0, offset=96),
     Int4("int4", 4, 7.0, 7.0, offset=24),
 )
 FORMAT_NAMES = tuple(f.name for f in FORMATS)

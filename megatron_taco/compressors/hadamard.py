@@ -10,22 +10,26 @@ import torch
 from torch import Tensor
 
 
-def butterflies_(columns: Tensor) -> Tensor:
-    """Transform each column of FP32 [B, N], B a power of two: H_B x, not normalised.
+def butterflies_(columns: Tensor, order: int | None = None) -> Tensor:
+    """Transform each T consecutive elements of columns FP32 [B, N]: (I (x) H_T) x, not normalised.
 
-    For h = 1, 2, 4 .. B/2 in this order every pair (a, b) of elements i and i + h, i having bit
+    For h = 1, 2, 4 .. T/2 in this order every pair (a, b) of elements i and i + h, i having bit
     h clear, becomes (a + b, a - b), each one FP32 operation.
 
     Args:
-        columns: Contiguous; used as scratch, its contents are lost.
+        columns: Contiguous, B a power of two; used as scratch, its contents are lost.
+        order: T, a power of two, at most B, which is the default.
 
     Returns:
         The transformed columns [B, N], in ``columns`` itself or in a new tensor.
     """
     block, count = columns.shape
+    order = block if order is None else order
+    if order == 1:
+        return columns
     source, target = columns, torch.empty_like(columns)
     h = 1
-    while h < block:
+    while h < order:
         pairs = source.view(block // (2 * h), 2, h * count)
         result = target.view(block // (2 * h), 2, h * count)
         torch.add(pairs[:, 0], pairs[:, 1], out=result[:, 0])

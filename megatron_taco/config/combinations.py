@@ -20,16 +20,24 @@ def combination_problems(model: Model, megatron: Mapping[str, Any]) -> Iterator[
         megatron: The section `megatron`, whose values Megatron's parser has not seen yet: one of a
             wrong type is left for that parser to refuse.
     """
-    if model.attention in ("auto", "sdpa"):
+    layers = model.layers(megatron.get("transformer_impl"))
+    if layers == "sdpa":
         yield from _torch_layers(model.attention, megatron)
     local = megatron.get("transformer_impl") in (None, "local")
     context = whole(megatron.get("context_parallel_size")) or 1
-    if context > 1 and (local or model.attention != "megatron"):
+    if layers == "te" and not local:
+        yield (
+            "model.attention",
+            "te has Megatron's linears, megatron.transformer_impl: "
+            f"{shown(megatron['transformer_impl'])} others; remove transformer_impl, or set "
+            "model.attention: megatron",
+        )
+    if context > 1 and layers != "te" and (local or layers != "megatron"):
         yield (
             "megatron.context_parallel_size",
             f"{context} needs Transformer Engine's attention; set megatron.transformer_impl: "
-            "transformer_engine and model.attention: megatron, or megatron.context_parallel_size: "
-            "1",
+            "transformer_engine and model.attention: megatron, or model.attention: te, or "
+            "megatron.context_parallel_size: 1",
         )
     ranks = whole(megatron.get("tensor_model_parallel_size")) or 1
     length = whole(megatron.get("seq_length")) or model.max_position_embeddings

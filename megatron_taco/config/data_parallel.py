@@ -6,9 +6,11 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from megatron_taco.config.gradient_methods import (
+    LOCAL_STEPS,
     METHOD_SETTINGS,
+    QUANTISED,
+    SPARSELOCO,
     method_settings,
-    not_sparseloco,
 )
 from megatron_taco.config.section import Section
 from megatron_taco.config.sizes import parse_size
@@ -46,6 +48,8 @@ _NAMES: Final = frozenset(name for names in _SETTINGS.values() for name in names
 
 
 def _kinds(value: object) -> tuple[str, ...]:
+    if value is None:
+        raise ValueError(f"is empty; allowed: [] or a list of {', '.join(KINDS)}")
     found = value if isinstance(value, list | tuple) else [value]
     for kind in found:
         if kind not in KINDS:
@@ -88,7 +92,7 @@ class _Codec(Section):
         if self.compressor == "taco" and (self.block or 0) > 512:
             yield "block", f"{self.block} is too large for taco; allowed: 32 to 512"
         block, transform = self.block or 128, self.transform or 32
-        if self.compressor in ("block_integer", "cd_adam") and transform > block:
+        if self.compressor in ("block_integer", *QUANTISED) and transform > block:
             yield "transform", f"{transform} is larger than block: {block}"
 
 
@@ -98,6 +102,8 @@ class Gradients(_Codec):
     Attributes:
         compressor: `sdp4bit`, `taco`, `block_integer` or `none`; or a method with memory, which
             takes a bucket whole: `powersgd`, `topk`, `tagc`, `pactrain`, `homomorphic`, `cd_adam`.
+            With `sparseloco` replicas take steps of their own and exchange what has changed now
+            and then.
         format: Code of `taco`.
         bits: Bits of a code of `block_integer`.
         block: Elements that share a scale.
@@ -108,34 +114,39 @@ class Gradients(_Codec):
         rounding: Of `sdp4bit` (by default stochastic, as published; bits come from a counter) and
             of `block_integer` (by default to nearest).
         two_level: With `sdp4bit` and the distributed optimiser, sum inside each node at 8 bits
-            before what goes between nodes at 4, where a group has several ranks on several nodes.
+            before what goes between nodes at 4, where a group has several ranks on several nodes;
+            true by default.
         ranks_per_node: Ranks of a node, if nodes are not to be told by their host names.
         rank: Of `powersgd`'s matrices; 4 by default.
-        ratio: Share of the values that `topk` (by default 0.01) or `tagc` (0.05) sends.
+        ratio: Share of the values that `topk` (by default 0.01), `tagc` (0.05) or `sparseloco`
+            (0.02) sends.
         selection: How `topk` finds them: `sort`, or `sidco`'s fitted threshold (the default).
         error_feedback: Whether `powersgd` and `topk` keep what they did not send (the default).
         warm_start: Whether `powersgd` starts from the last step's basis (the default).
         packing: How `tagc` and `homomorphic` sum sparse values: `sketch` (the default) or `union`.
         ternary: Whether `pactrain` sends signs and scales.
+        local_steps: Steps between two exchanges of `sparseloco`; 15 by default.
+        chunk: Values of `sparseloco` of which the largest are sent; 4096 by default.
+        residual_decay: What of its residual `sparseloco` keeps from one exchange to the next; 0.95
+            by default.
+        outer_lr: Step length of `sparseloco`'s outer step; 1 by default.
         memory: `keep` goes on with the memory in the checkpoint, `fresh` starts without.
     """
 
-    compressor: Annotated[
-        Literal[
-            "none",
-            "sdp4bit",
-            "taco",
-            "block_integer",
-            "powersgd",
-            "topk",
-            "tagc",
-            "pactrain",
-            "homomorphic",
-            "cd_adam",
-        ],
-        BeforeValidator(not_sparseloco),
+    compressor: Literal[
+        "none",
+        "sdp4bit",
+        "taco",
+        "block_integer",
+        "powersgd",
+        "topk",
+        "tagc",
+        "pactrain",
+        "homomorphic",
+        "cd_adam",
+        "sparseloco",
     ] = "sdp4bit"
-    two_level: bool = True
+    two_level: bool | None = None
     ranks_per_node: Annotated[int, Field(ge=1)] | None = None
     rank: Annotated[int, Field(ge=1)] | None = None
     ratio: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -144,6 +155,10 @@ class Gradients(_Codec):
     warm_start: bool | None = None
     packing: Literal["sketch", "union"] | None = None
     ternary: bool | None = None
+    local_steps: Annotated[int, Field(ge=1)] | None = None
+    chunk: Annotated[int, Field(ge=1, le=2**15)] | None = None
+    residual_decay: Annotated[float, Field(ge=0, le=1)] | None = None
+    outer_lr: Annotated[float, Field(gt=0)] | None = None
     memory: Literal["keep", "fresh"] | None = None
 
     @property
@@ -151,9 +166,16 @@ class Gradients(_Codec):
         """The method with memory that takes buckets whole, or None for a stateless compressor."""
         return self.compressor if self.compressor in METHOD_SETTINGS else None
 
+    @property
+    def rounds(self) -> int | None:
+        """Steps between two exchanges of a method whose replicas step apart, else None."""
+        if self.compressor != SPARSELOCO:
+            return None
+        return LOCAL_STEPS if self.local_steps is None else self.local_steps
+
     def inside_node(self) -> dict[str, Any] | None:
         """Return the settings of the compressor inside a node, or None for one hop."""
-        if self.compressor != "sdp4bit" or not self.two_level:
+        if self.compressor != "sdp4bit" or self.two_level is False:
             return None
         return SDP4BIT_INSIDE_NODE | self._given()
 
@@ -168,6 +190,11 @@ class Gradients(_Codec):
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Yield settings that do not go together."""
         yield from super().contradictions()
+        for name in ("two_level", "ranks_per_node"):
+            if getattr(self, name) is not None and self.compressor != "sdp4bit":
+                yield name, f"has no effect with compressor: {self.compressor}; it is for sdp4bit"
+        if self.compressor == "sdp4bit" and self.two_level is False and self.ranks_per_node:
+            yield "ranks_per_node", "has no effect with two_level: false"
         if self.compressor == "tagc" and self.ratio == 1:
             yield "ratio", "1 is all values, which tagc cannot send; allowed: below 1"
 
@@ -178,11 +205,11 @@ class Weights(_Codec):
     Attributes:
         compressor: As for gradients.
         difference: Send what changed since all ranks last agreed; without it the weights
-            themselves, which loses accuracy and is there for comparison.
+            themselves, which loses accuracy and is there for comparison; true by default.
     """
 
     compressor: Literal["none", "sdp4bit", "taco", "block_integer"] = "none"
-    difference: bool = True
+    difference: bool | None = None
 
     def build(self) -> tuple[str, dict[str, Any]]:
         """Return the name and the settings of the compressor."""
@@ -193,7 +220,9 @@ class Weights(_Codec):
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Yield settings that do not go together."""
         yield from super().contradictions()
-        if self.rounding == "stochastic" and self.difference:
+        if self.difference is not None and not self.enabled:
+            yield "difference", "has no effect with compressor: none"
+        if self.rounding == "stochastic" and self.difference is not False:
             yield (
                 "rounding",
                 "stochastic with difference: true only adds noise, since what is rounded away is "
@@ -205,7 +234,8 @@ class DataParallel(Section):
     """What data-parallel ranks send each other.
 
     Attributes:
-        mode: `on` compresses, `off` leaves Megatron untouched.
+        mode: `on` compresses, `off` leaves Megatron untouched; `auto` measures each class of
+            buckets before the first step and compresses where that is faster.
         gradients: How gradients are reduced.
         weights: How weights are gathered.
         exclude: Kinds of parameters that go exactly, in the same messages; norms and biases
@@ -214,7 +244,7 @@ class DataParallel(Section):
         start_step: Iterations that go plain first.
     """
 
-    mode: Literal["off", "on"] = "off"
+    mode: Literal["off", "on", "auto"] = "off"
     gradients: Gradients = Field(default_factory=Gradients)
     weights: Weights = Field(default_factory=Weights)
     exclude: Annotated[tuple[str, ...], BeforeValidator(_kinds)] = ()
@@ -231,8 +261,15 @@ class DataParallel(Section):
         if self.enabled and not (self.gradients.enabled or self.weights.enabled):
             yield (
                 "mode",
-                "'on' with gradients.compressor: none and weights.compressor: none compresses "
-                "nothing; choose a compressor for one of them, or mode: off",
+                f"{self.mode!r} with gradients.compressor: none and weights.compressor: none "
+                "compresses nothing; choose a compressor for one of them, or mode: off",
+            )
+        if self.mode == "auto" and self.gradients.method is not None:
+            yield (
+                "mode",
+                f"'auto' with gradients.compressor: {self.gradients.compressor}: auto compares "
+                "times, and a method with memory also changes what is learned from a step; "
+                "allowed: on",
             )
         if self.enabled and {"attention", "mlp"} <= set(self.exclude):
             yield "exclude", "without attention and mlp there is nothing left worth compressing"

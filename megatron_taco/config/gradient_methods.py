@@ -2,35 +2,38 @@
 
 from typing import Any, Final
 
+_QUANTISER: Final = ("bits", "block", "transform", "scale")
+SPARSELOCO: Final = "sparseloco"
+"""The one method that changes when ranks take their steps."""
+
 METHOD_SETTINGS: Final[dict[str, tuple[str, ...]]] = {
     "powersgd": ("rank", "error_feedback", "warm_start", "memory"),
     "topk": ("ratio", "selection", "error_feedback", "memory"),
     "tagc": ("ratio", "packing", "memory"),
     "pactrain": ("ternary", "memory"),
     "homomorphic": ("packing",),
-    "cd_adam": ("bits", "block", "transform", "scale", "memory"),
+    "cd_adam": (*_QUANTISER, "memory"),
+    SPARSELOCO: (
+        "local_steps",
+        "ratio",
+        "chunk",
+        "residual_decay",
+        "outer_lr",
+        *_QUANTISER,
+        "memory",
+    ),
 }
 """The settings of each method; `gradients/` has their meaning and their source."""
 
-CD_ADAM_BITS: Final = 4
-"""Of CD-Adam's compressor, unless given; the paper's is the scaled sign, which we do not have."""
+QUANTISED: Final = ("cd_adam", SPARSELOCO)
+"""Methods that send codes of a block integer."""
 
-SPARSELOCO: Final = (
-    "'sparseloco' is not in the trainer: its ranks take steps apart from each other, each with "
-    "weights and Adam moments of its own, of which Megatron's checkpoints hold one rank's; "
-    "choose another compressor, or use megatron_taco.gradients.SparseLoCo in a loop of your own"
-)
+QUANTISER_BITS: Final = 4
+"""Of these, unless given. The papers' are the scaled sign (CD-Adam) and 2 bits (SparseLoCo), which
+we do not have."""
 
-
-def not_sparseloco(value: object) -> object:
-    """Refuse the one method that changes when ranks take their steps.
-
-    Raises:
-        ValueError: It is asked for.
-    """
-    if value == "sparseloco":
-        raise ValueError(SPARSELOCO)
-    return value
+LOCAL_STEPS: Final = 15
+"""Of SparseLoCo, unless given (arXiv 2508.15706)."""
 
 
 def method_settings(name: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -41,6 +44,8 @@ def method_settings(name: str, given: dict[str, Any]) -> dict[str, Any]:
         given: The settings that the configuration gives.
     """
     settings = {key: value for key, value in given.items() if key != "memory"}
-    if name == "cd_adam":
-        return {"compressor": {"bits": CD_ADAM_BITS} | settings}
-    return settings
+    if name not in QUANTISED:
+        return settings
+    own = {key: value for key, value in settings.items() if key not in _QUANTISER}
+    code = {key: value for key, value in settings.items() if key in _QUANTISER}
+    return own | {"compressor": {"bits": QUANTISER_BITS} | code}

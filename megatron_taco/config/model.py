@@ -19,13 +19,15 @@ class Model(Section):
 
     Attributes:
         preset: Name of a preset, already resolved into the keys below.
-        attention: Kernel of the core attention: `sdpa` is PyTorch's, `megatron` Megatron's
-            unfused one, `auto` leaves the choice to the trainer.
+        attention: Whose attention and norms: `sdpa` is PyTorch's, `te` Transformer Engine's,
+            both with Megatron's linears; `megatron` leaves the layers to Megatron
+            (`megatron.transformer_impl`). `auto` is `megatron` with
+            `transformer_impl: transformer_engine`, else `sdpa`.
         vocab_size: Rows of the embedding before padding; the tokenizer's if not set.
     """
 
     preset: str | None = None
-    attention: Literal["auto", "sdpa", "megatron"] = "auto"
+    attention: Literal["auto", "sdpa", "megatron", "te"] = "auto"
     num_layers: int | None = Field(default=None, ge=1)
     hidden_size: int | None = Field(default=None, ge=1)
     ffn_hidden_size: int | None = Field(default=None, ge=1)
@@ -46,6 +48,16 @@ class Model(Section):
     init_method_std: float | None = Field(default=None, gt=0)
     make_vocab_size_divisible_by: int | None = Field(default=None, ge=1)
     vocab_size: int | None = Field(default=None, ge=1)
+
+    def layers(self, transformer_impl: object) -> Literal["sdpa", "megatron", "te"]:
+        """Return whose layers are built: `attention` with `auto` resolved.
+
+        Args:
+            transformer_impl: Megatron's argument, None where it is not set.
+        """
+        if self.attention != "auto":
+            return self.attention
+        return "sdpa" if transformer_impl in (None, "local") else "megatron"
 
     def arguments(self) -> dict[str, Any]:
         """Return the Megatron arguments that the file or the preset sets, by Megatron's names."""

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
+from megatron_taco.config.messages import shown
+from megatron_taco.config.quantizers import Quantizers
 from megatron_taco.config.section import Section
 
 PROJECTED: Final = ("mapl", "fixed", "learned_unconstrained")
@@ -17,25 +19,24 @@ ELEMENTWISE: Final = ("taco", "int8_hadamard", "tah_quant")
 RANK: Final = 256
 """Rank of the published runs (MAPL, arXiv 2606.05484, at every model size)."""
 
-_RVQ: Final = (
-    "width",
-    "rounds",
-    "codes",
-    "parts",
-    "decay",
-    "dead",
-    "candidates",
-    "warmup_steps",
-    "sample",
-    "iterations",
-)
-_OPTIONS: Final = {
-    "none": (),
-    "int8": ("block", "rotation"),
-    "int4": ("block", "rotation"),
-    "e4m3": ("block", "rotation"),
-    "rvq": _RVQ,
-}
+LEARNED: Final = ("mapl", "learned_unconstrained")
+"""Boundaries with a projector that is trained."""
+
+SUBSPACE: Final = "subspace"
+"""The boundary of a Subspace Network, whose one subspace all boundaries share."""
+
+LR: Final = 2e-3
+"""A tenth of Muon's rate in the published runs (MAPL)."""
+
+BETA: Final = 0.95
+MOVE_EVERY: Final = 500
+"""About what Protocol Models has (arXiv 2506.01260)."""
+
+MOVE_LENGTH: Final = 0.1
+"""Radians over all directions; a published value was not found."""
+
+SEED: Final = 1234
+CHECK_EVERY: Final = 100
 
 
 def _depths(value: object) -> tuple[int, ...]:
@@ -50,93 +51,29 @@ def _depths(value: object) -> tuple[int, ...]:
     )
 
 
-class Quantizer(Section):
-    """The quantiser of one direction; options that are not set keep the method's own defaults.
-
-    Attributes:
-        kind: `int8`, `int4` and `e4m3` code each value, `rvq` learns codebooks.
-        block: Of the element-wise kinds: values that share a scale.
-        rotation: Of the element-wise kinds: over a block.
-        width: Of rvq: coordinates of a group.
-        rounds: Of rvq: residual rounds.
-        codes: Of rvq: code vectors of a round and group.
-        parts: Of rvq: parts in which a codebook is streamed; 0 means as many as codes.
-        decay: Of rvq: of the running statistics, a step.
-        dead: Of rvq: a code used less than this times the mean is put elsewhere.
-        candidates: Of rvq: dead codes put elsewhere in a step, at most.
-        warmup_steps: Of rvq: steps before quantisation.
-        sample: Of rvq: tokens that the first codebook is made from.
-        iterations: Of rvq: of k-means.
-    """
-
-    kind: Literal["none", "int8", "int4", "e4m3", "rvq"] = "none"
-    block: Literal[32, 64, 128, 256, 512] | None = None
-    rotation: Literal["hadamard", "none"] | None = None
-    width: int | None = Field(default=None, ge=1)
-    rounds: int | None = Field(default=None, ge=1)
-    codes: int | None = Field(default=None, ge=2, le=256)
-    parts: int | None = Field(default=None, ge=0, le=256)
-    decay: float | None = Field(default=None, ge=0, lt=1)
-    dead: float | None = Field(default=None, ge=0)
-    candidates: int | None = Field(default=None, ge=1)
-    warmup_steps: int | None = Field(default=None, ge=1)
-    sample: int | None = Field(default=None, ge=1)
-    iterations: int | None = Field(default=None, ge=1)
-
-    def options(self) -> dict[str, Any]:
-        """Return the options that are set."""
-        names = (name for name in type(self).model_fields if name != "kind")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
-    def contradictions(self) -> Iterator[tuple[str, str]]:
-        """Yield options that the kind does not have."""
-        allowed = _OPTIONS[self.kind]
-        for name in self.options():
-            if name not in allowed:
-                yield (
-                    name,
-                    f"not an option of kind: {self.kind}; allowed: {', '.join(allowed) or 'none'}",
-                )
-
-
-class Quantizers(Section):
-    """Of what crosses, and of its gradient.
-
-    Attributes:
-        forward: Of the activations.
-        backward: Of their gradients; rvq is for activations alone.
-    """
-
-    forward: Quantizer = Field(default_factory=Quantizer)
-    backward: Quantizer = Field(default_factory=Quantizer)
-
-    def contradictions(self) -> Iterator[tuple[str, str]]:
-        """Yield what a gradient cannot have."""
-        if self.backward.kind == "rvq":
-            yield (
-                "backward.kind",
-                "rvq is for activations alone; allowed: none, int8, int4, e4m3",
-            )
-
-
 class PipelineParallel(Section):
     """The boundaries between the layers of a model: part of it whatever the pipeline size.
 
     Attributes:
         mode: `off` leaves Megatron untouched.
         boundary: The method. `mapl` learns an orthonormal projector; `fixed` keeps the random one;
-            `learned_unconstrained` has no manifold; `residual_bottleneck` is a linear bottleneck;
-            `taco`, `int8_hadamard` and `tah_quant` code the activation itself.
+            `learned_unconstrained` has no manifold; `subspace` keeps the model's weights in one
+            subspace (Subspace Networks); `residual_bottleneck` is a small trained encoder and
+            decoder; `taco`, `int8_hadamard` and `tah_quant` code the activation itself.
         after_layers: Depths at which a boundary sits, in layers; the stage cuts if not given. Each
             cut must be among them.
         rank: Coordinates of a token that cross; 256 if not given, where there is a rank.
-        lr: Step length of a learned projector; follows the shape of the main schedule.
-        beta: Momentum of a learned projector.
+        lr: Step length of a learned projector; follows the shape of the main schedule. 0.002 if
+            not given.
+        beta: Momentum of a learned projector; 0.95 if not given.
+        move_every: Of `subspace`: steps between two moves of it, 0 for none; 500 if not given.
+        move_length: Of `subspace`: Frobenius norm of a move, in radians; 0.1 if not given.
         anchors: Table of a vector for each token; `factorised` if not given, where there may be
-            anchors.
+            anchors. `full` and `factorised` begin as the embedding and have no weight decay.
         quantizer: Of what crosses, beside the projection.
-        seed: Of projectors, anchors and codebooks.
-        check_every: Steps between two comparisons of what both ends of a boundary hold; 0 never.
+        seed: Of projectors, anchors and codebooks; 1234 if not given.
+        check_every: Steps between two comparisons of what both ends of a boundary hold, 0 for
+            none; 100 if not given.
     """
 
     mode: Literal["off", "on"] = "off"
@@ -144,6 +81,7 @@ class PipelineParallel(Section):
         "mapl",
         "fixed",
         "learned_unconstrained",
+        "subspace",
         "residual_bottleneck",
         "taco",
         "int8_hadamard",
@@ -151,12 +89,14 @@ class PipelineParallel(Section):
     ] = "mapl"
     after_layers: Annotated[tuple[int, ...], BeforeValidator(_depths)] | None = None
     rank: int | None = Field(default=None, ge=1)
-    lr: float = Field(default=2e-3, ge=0.0, le=0.25)
-    beta: float = Field(default=0.95, ge=0.0, lt=1.0)
+    lr: float | None = Field(default=None, ge=0.0, le=0.25)
+    beta: float | None = Field(default=None, ge=0.0, lt=1.0)
+    move_every: int | None = Field(default=None, ge=0)
+    move_length: float | None = Field(default=None, ge=0.0, le=0.25)
     anchors: Literal["none", "static", "full", "factorised"] | None = None
     quantizer: Quantizers = Field(default_factory=Quantizers)
-    seed: int = Field(default=1234, ge=0)
-    check_every: int = Field(default=100, ge=0)
+    seed: int | None = Field(default=None, ge=0)
+    check_every: int | None = Field(default=None, ge=0)
 
     @property
     def enabled(self) -> bool:
@@ -165,19 +105,47 @@ class PipelineParallel(Section):
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Yield settings that the kind of boundary does not have."""
+        kind = f"boundary: {self.boundary}"
+        for name, effect in self._effects().items():
+            found = getattr(self, name)
+            if found is not None and effect:
+                yield name, f"{shown(found)} has no effect: {kind} {effect}; remove the key"
         if self.boundary in ELEMENTWISE:
-            if self.rank is not None:
-                yield "rank", f"boundary: {self.boundary} has no rank; remove the key"
             for name in ("forward", "backward"):
-                kind = getattr(self.quantizer, name).kind
-                if kind != "none":
+                code = getattr(self.quantizer, name).kind
+                if code != "none":
                     yield (
                         f"quantizer.{name}.kind",
-                        f"boundary: {self.boundary} has a code of its own, found {kind!r}; "
-                        "allowed: none",
+                        f"{kind} has a code of its own, found {code!r}; allowed: none",
                     )
-        if self.boundary not in PROJECTED and self.anchors not in (None, "none"):
-            yield "anchors", f"boundary: {self.boundary} has no anchors; allowed: none"
+        anchors = self._allowed_anchors()
+        if self.anchors is not None and self.anchors not in anchors:
+            if anchors == ("none",):
+                message = f"{shown(self.anchors)}: {kind} has no anchors; allowed: none"
+            else:
+                message = f"{shown(self.anchors)}: {kind} has the table that its weights are "
+                message += f"constrained with; allowed: {', '.join(anchors)}"
+            yield "anchors", message
+
+    def _effects(self) -> dict[str, str]:
+        """Return why a key would do nothing with this kind of boundary, or an empty text."""
+        elementwise = self.boundary in ELEMENTWISE
+        still = "" if self.boundary in LEARNED else "has no projector that learns"
+        moves = "" if self.boundary == SUBSPACE else "has no subspace that moves"
+        return {
+            "rank": "has no rank" if elementwise else "",
+            "lr": still,
+            "beta": still,
+            "move_every": moves,
+            "move_length": moves,
+            "seed": "draws nothing at random" if elementwise else "",
+            "check_every": "keeps nothing at both ends" if elementwise else "",
+        }
+
+    def _allowed_anchors(self) -> tuple[str, ...]:
+        if self.boundary == SUBSPACE:
+            return ("static",)
+        return ("none", "static", "full", "factorised") if self.boundary in PROJECTED else ("none",)
 
     def resolved_rank(self) -> int:
         """Return the rank, 0 for a boundary that has none."""
@@ -185,8 +153,36 @@ class PipelineParallel(Section):
             return 0
         return RANK if self.rank is None else self.rank
 
+    def resolved_lr(self) -> float:
+        """Return the step length of a learned projector."""
+        return LR if self.lr is None else self.lr
+
+    def resolved_beta(self) -> float:
+        """Return the momentum of a learned projector."""
+        return BETA if self.beta is None else self.beta
+
+    def resolved_move_every(self) -> int:
+        """Return the steps between two moves of a subspace; 0 for boundaries that have none."""
+        if self.boundary != SUBSPACE:
+            return 0
+        return MOVE_EVERY if self.move_every is None else self.move_every
+
+    def resolved_move_length(self) -> float:
+        """Return the length of a move."""
+        return MOVE_LENGTH if self.move_length is None else self.move_length
+
     def resolved_anchors(self) -> str:
         """Return the kind of anchors."""
         if self.anchors is not None:
             return self.anchors
+        if self.boundary == SUBSPACE:
+            return "static"
         return "factorised" if self.boundary in PROJECTED else "none"
+
+    def resolved_seed(self) -> int:
+        """Return the seed of all that is random here."""
+        return SEED if self.seed is None else self.seed
+
+    def resolved_check_every(self) -> int:
+        """Return the steps between two comparisons, 0 for none."""
+        return CHECK_EVERY if self.check_every is None else self.check_every

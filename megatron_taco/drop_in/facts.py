@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_FROM_MODEL_CONFIG = ("tensor_model_parallel_size", "tp_comm_overlap")
+from megatron_taco.patching.conflicts import TE_IMPL
+from megatron_taco.patching.fingerprints import known
+from megatron_taco.patching.inspection import inspect_all
+from megatron_taco.patching.target import TRANSFORMER_ENGINE
+from megatron_taco.patching.te_targets import TE_TARGETS
+from megatron_taco.patching.transformer_engine import quantised_gathers
+
+_FROM_MODEL_CONFIG = ("tensor_model_parallel_size", "tp_comm_overlap", "symmetric_ar_type")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +33,8 @@ class Facts:
         save: folder of the checkpoints, or None.
         resumes: whether a checkpoint is there to go on from.
         megatron_training: whether the loop uses ``megatron.training`` and its arguments.
+        transformer_engine: whether layers may be Transformer Engine's.
+        quantised_gathers: whether Transformer Engine gathers FP8 or FP4 between them.
     """
 
     arguments: Mapping[str, Any]
@@ -37,6 +46,8 @@ class Facts:
     save: Path | None
     resumes: bool
     megatron_training: bool
+    transformer_engine: bool
+    quantised_gathers: bool
 
 
 def facts_of_megatron() -> Facts:
@@ -54,6 +65,8 @@ def facts_of_megatron() -> Facts:
         save=Path(args.save) if args.save else None,
         resumes=bool(args.load) and _has_checkpoint(Path(args.load)),
         megatron_training=True,
+        transformer_engine=args.transformer_impl == TE_IMPL,
+        quantised_gathers=quantised_gathers(args),
     )
 
 
@@ -75,6 +88,8 @@ def facts_of_model(model_config: Any, position_embedding_type: str, save: Path |
         save=save,
         resumes=save is not None and _has_checkpoint(save),
         megatron_training=False,
+        transformer_engine=_has_known_te(),
+        quantised_gathers=quantised_gathers(model_config),
     )
 
 
@@ -83,6 +98,19 @@ def default_run_dir(facts: Facts) -> Path:
     if facts.save is not None:
         return facts.save / "megatron_taco"
     return Path("megatron_taco_runs") / (Path(sys.argv[0]).stem or "run")
+
+
+def _has_known_te() -> bool:
+    """Whether Transformer Engine is loaded, which Megatron does if it can, and is one we know.
+
+    A model's configuration does not say whose layers it is for; one that we do not know is refused
+    once a model has such layers.
+    """
+    if "transformer_engine.pytorch" not in sys.modules:
+        return False
+    package = TRANSFORMER_ENGINE
+    findings = inspect_all(TE_TARGETS, known(package), package)
+    return all(finding.status == "ok" for finding in findings)
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -179,6 +180,7 @@ class DropIn:
         from megatron_taco.drop_in.meeting import meet
         from megatron_taco.patching.boundary_saved import check_saved
         from megatron_taco.patching.conflicts import check_arguments
+        from megatron_taco.patching.pipeline_conflicts import check_stages
         from megatron_taco.patching.registry import registry
         from megatron_taco.patching.session import Session
 
@@ -205,6 +207,8 @@ class DropIn:
                 "compression.pipeline_parallel: a loop over megatron.core alone cannot have "
                 "pipeline boundaries yet; set mode: off"
             )
+        if not refused:
+            refused = check_stages(self.settings, Namespace(**facts.arguments))
         if refused:
             raise ConfigError(refused)
         if facts.megatron_training and not boundaries.enabled:
@@ -225,6 +229,8 @@ class DropIn:
             policy_file=folder.policy,
             stages=facts.arguments.get("pipeline_model_parallel_size") or 1,
             knows_messages=facts.megatron_training,
+            transformer_engine=facts.transformer_engine,
+            quantised_gathers=facts.quantised_gathers,
         )
         session.install(registry)
         self._stack.callback(session.undo)

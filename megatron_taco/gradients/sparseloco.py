@@ -82,6 +82,11 @@ class SparseLoCo(GradientMethod):
         self.outer_lr = outer_lr
         self.compressor = compressor
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the common parameters of a round are known."""
+        return _ANCHOR in self._shared
+
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes the common parameters that the first round starts from, before its first step."""
         self._shared[_ANCHOR] = flatten(tensors.values())

@@ -258,8 +258,29 @@ def _integers(bits, BITS: tl.constexpr):
 
 
 @triton.jit
-def _int6_values(codes, MODE: tl.constexpr):
-    """Return the values of codes in the low six bits of int32, anything above: FP32."""
+def _int6_values(words, OFFSET: tl.constexpr, MODE: tl.constexpr):
+    """Return the values of int32 words of four codes [L, G, J, V / 4]: FP32 [L, G, J, V].
+
+    With ``OFFSET`` 96 is added to each: inverting the sign bit of a code adds 32; 64 and that,
+    shifted, are the upper bits of a floating-point number.
+    """
+    if OFFSET:
+        even = interleave_last(words << 17, words << 5)
+        codes = interleave_last(even, interleave_last(words << 11, words >> 1))
+        if MODE == PORTABLE:
+            bits = (codes & 0x7E0000) ^ 0x42C00000
+        else:
+            bits = tl.inline_asm_elementwise(
+                "lop3.b32 $0, $1, 0x7E0000, 0x42C00000, 0x6A;",  # (a & b) ^ c
+                "=r,r",
+                [codes],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        return bits.to(tl.float32, bitcast=True)
+    words = interleave_last(words, words >> 12)
+    codes = interleave_last(words, words >> 6)
     if MODE == PORTABLE:
         bits = (codes & 0x3F) ^ 0x4B000020
     else:
@@ -379,12 +400,10 @@ def values_of(
 ):
     """Return the values of codes as ``load_codes`` returns them, exact: FP32 [L, G, J, V].
 
-    ``OFFSET`` is 0 or, for INT4, 24, and added to each.
+    ``OFFSET`` is 0 or, for INT4, 24, for INT6, 96, and added to each.
     """
     if FORMAT == "int6":
-        words = _int6_words(a, b, c, ACCESS)
-        words = interleave_last(words, words >> 12)
-        values = _int6_values(interleave_last(words, words >> 6), MODE)
+        values = _int6_values(_int6_words(a, b, c, ACCESS), OFFSET, MODE)
     elif FORMAT == "int4":
         values = _int4_values(a, OFFSET, MODE)
     elif FORMAT == "int8":

@@ -36,7 +36,7 @@ def decode_kernel(
     LOG_LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
-    ROTATE: tl.constexpr,
+    ORDER: tl.constexpr,
     BLOCK: tl.constexpr,
     L: tl.constexpr,
     G: tl.constexpr,
@@ -61,10 +61,10 @@ def decode_kernel(
     e = clamp_exponent(scale_exponent(scale, alpha, SCALES) + LOG_LIMIT)
     tiny = e < SMALLEST_PLAIN_EXPONENT
     e = tl.where(tiny, e, 0)
-    NORM: tl.constexpr = BLOCK**-0.5 if ROTATE else 1.0
+    NORM: tl.constexpr = ORDER**-0.5
     x = values_of(a, b, c, 0, FORMAT, ACCESS, MODE)
-    if ROTATE:
-        x = hadamard(x)
+    if ORDER > 1:
+        x = hadamard(x, ORDER)
     x = x * (relative_scale(scale, alpha, e, SCALES, PORTABLE) * NORM)
     if any_of(tiny):
         x = x * power_of_two(e)

@@ -12,6 +12,7 @@ from megatron_taco.kernels.arithmetic import (
     without_tiny,
 )
 from megatron_taco.kernels.codes import ROUNDER, only_usable, quantised, store_codes
+from megatron_taco.kernels.random import randomly_rounded
 from megatron_taco.kernels.tiles import round_to_bfloat16, store_scale
 from megatron_taco.kernels.transform import block_peak, block_sum_of_squares, hadamard
 
@@ -19,15 +20,15 @@ SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def measured(z, SCALES: tl.constexpr, ROTATE: tl.constexpr, FUSE: tl.constexpr):
+def measured(z, SCALES: tl.constexpr, ORDER: tl.constexpr, FUSE: tl.constexpr):
     """Return the mean square of each block of z [L, G, J, V] if dual, y and max |y|.
 
-    ``ROTATE`` says whether to transform, ``FUSE`` is as in transform.py.
+    ``ORDER`` elements are transformed together, ``FUSE`` is as in transform.py.
     """
     BLOCK: tl.constexpr = z.shape[0] * z.shape[2] * z.shape[3]
     y = z
-    if ROTATE:
-        y = hadamard(z)
+    if ORDER > 1:
+        y = hadamard(z, ORDER)
     peak = block_peak(y)
     mean = peak
     if SCALES == "dual":
@@ -48,6 +49,9 @@ def emit(
     index,
     count,
     valid,
+    key_low,
+    key_high,
+    first_number,
     STORE: tl.constexpr,
     SCALES_ALIGNED: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -55,8 +59,9 @@ def emit(
     LIMIT: tl.constexpr,
     TARGET: tl.constexpr,
     SCALES: tl.constexpr,
-    ROTATE: tl.constexpr,
+    ORDER: tl.constexpr,
     SUMMED: tl.constexpr,
+    RANDOM: tl.constexpr,
     MODE: tl.constexpr,
 ):
     """Scale, quantise and store what ``measured`` returned of z, the values being z * 2^e.
@@ -73,6 +78,9 @@ def emit(
         index: Number of each block in the payload, int64 [1, G, 1, 1].
         count: Blocks in the payload.
         valid: Which blocks exist [1, G, 1, 1].
+        key_low: Key of random rounding.
+        key_high: See ``key_low``.
+        first_number: Number of the tile's first block for random rounding.
         STORE: ``ACCESS`` of ``store_codes``.
         SCALES_ALIGNED: Whether scales lie at multiples of their size.
         FORMAT: Name of the code format, ``BITS`` its bits, ``LIMIT`` its T, ``TARGET`` its M.
@@ -80,8 +88,9 @@ def emit(
         LIMIT: See ``FORMAT``.
         TARGET: See ``FORMAT``.
         SCALES: ``dual``, ``merged_fp32`` or ``merged_bf16``.
-        ROTATE: Whether y was transformed, and is to be normalised.
+        ORDER: What y is to be divided by the root of.
         SUMMED: Whether z is a sum, so that cancellation may have left any magnitude.
+        RANDOM: Whether to round integers by the key.
         MODE: As in arithmetic.py.
     """
     L: tl.constexpr = y.shape[0]
@@ -89,7 +98,7 @@ def emit(
     BLOCK: tl.constexpr = L * y.shape[2] * y.shape[3]
     BF16: tl.constexpr = SCALES == "merged_bf16"
     DUAL: tl.constexpr = SCALES == "dual"
-    NORM: tl.constexpr = BLOCK**-0.5 if ROTATE else 1.0
+    NORM: tl.constexpr = ORDER**-0.5
     divisor = round_scale(peak * (NORM / LIMIT))
     if SUMMED:
         divisor = without_tiny(divisor)
@@ -107,7 +116,10 @@ def emit(
     # Where codes are packed the smallest is made 0.
     START: tl.constexpr = ROUNDER + (0 if BITS == 8 else 1 << (BITS - 1))
     FLOATS: tl.constexpr = FORMAT == "e4m3" or FORMAT == "e5m2"
-    q = quantised(y, inverse, 0.0 if FLOATS else START, MODE)
+    if RANDOM:
+        q = randomly_rounded(y * inverse, key_low, key_high, first_number * BLOCK, LIMIT) + START
+    else:
+        q = quantised(y, inverse, 0.0 if FLOATS else START, MODE)
     if DUAL:
         unusual = ~usable
     else:  # a subnormal scale may be so inexact that a quotient rounds to more than T

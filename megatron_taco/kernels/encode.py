@@ -21,10 +21,17 @@ from megatron_taco.kernels.tiles import (
 from megatron_taco.kernels.transform import block_peak
 
 
-@triton.jit(do_not_specialize=["numel", "count", "x_units", "payload_units"])
+@triton.jit(
+    do_not_specialize=[
+        "key_low", "key_high", "first_row", "numel", "count", "x_units", "payload_units",
+    ]
+)  # fmt: skip
 def encode_kernel(
     x,
     payloads,
+    key_low,
+    key_high,
+    first_row,
     numel,
     count,
     x_units,
@@ -42,11 +49,12 @@ def encode_kernel(
     LOG_LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
-    ROTATE: tl.constexpr,
+    ORDER: tl.constexpr,
     BLOCK: tl.constexpr,
     L: tl.constexpr,
     G: tl.constexpr,
     V: tl.constexpr,
+    RANDOM: tl.constexpr,
     MODE: tl.constexpr,
 ):
     """Encode G blocks of one row; the grid is [tiles, rows].
@@ -54,6 +62,9 @@ def encode_kernel(
     Args:
         x: FP32, BF16 or FP16; rows are ``x_units`` * ``X_UNIT`` elements apart.
         payloads: uint8; rows are ``payload_units`` * ``PAYLOAD_UNIT`` bytes apart.
+        key_low: With ``key_high`` the key of random rounding, words of 32 bits.
+        key_high: See ``key_low``.
+        first_row: Number of the first row among those that are encoded with the key.
         numel: Elements of a row, in ``count`` blocks.
         count: See ``numel``.
         x_units: See ``x``.
@@ -72,11 +83,12 @@ def encode_kernel(
         LOG_LIMIT: See ``FORMAT``.
         OFFSET: See ``FORMAT``.
         SCALES: ``dual``, ``merged_fp32`` or ``merged_bf16``.
-        ROTATE: Whether to transform.
+        ORDER: Elements that are transformed together; 1 for none.
         BLOCK: Elements of a block.
         L: Threads of a block, see transform.py.
         G: Blocks of a tile.
         V: Elements of an access of a thread.
+        RANDOM: Whether to round integers by the key.
         MODE: As in arithmetic.py.
     """
     first = tl.program_id(0).to(tl.int64) * G
@@ -90,17 +102,17 @@ def encode_kernel(
     if PAIRS:
         # Where all blocks are within 2^-32 .. 2^17, or zero, pre-scaling would change no bit of
         # BF16 numbers, their sums and squares but those of exponents; max |y| is between max |x|
-        # and B times that.
+        # and ORDER times that.
         # Blocks beyond the last read the last instead: no masks, and they are not written.
         over = tl.maximum(index - (count - 1), 0)
         pairs = access_offsets(BLOCK // 2, L, G, J)[:, :, :, None] - over * (BLOCK // 2)
         values = unpack_pairs(load_pairs(source, pairs, V))
-        mean, y, peak = measured(values, SCALES, ROTATE, True)
-        plain = (peak == 0) | ((peak >= 2.0**-31 * BLOCK) & (peak <= 2.0**16))
+        mean, y, peak = measured(values, SCALES, ORDER, True)
+        plain = (peak == 0) | ((peak >= 2.0**-31 * ORDER) & (peak <= 2.0**16))
         if any_of(~plain):
             values = unpack_pairs(load_pairs(source, pairs, V))
             e = clamp_exponent(floor_exponent(block_peak(values)))
-            mean, y, peak = measured(values * power_of_two(-e), SCALES, ROTATE, True)
+            mean, y, peak = measured(values * power_of_two(-e), SCALES, ORDER, True)
         else:
             bound = bound * 2.0**32
     else:
@@ -113,7 +125,7 @@ def encode_kernel(
         else:
             values = load_values(source, elements, elements < numel - first * BLOCK, MODE)
         e = clamp_exponent(floor_exponent(block_peak(values)))
-        mean, y, peak = measured(values * power_of_two(-e), SCALES, ROTATE, False)
+        mean, y, peak = measured(values * power_of_two(-e), SCALES, ORDER, False)
     CODES: tl.constexpr = BLOCK * BITS // 8
     target = payloads + row * payload_units * PAYLOAD_UNIT
     emit(
@@ -128,6 +140,9 @@ def encode_kernel(
         index,
         count.to(tl.int64),
         valid,
+        key_low,
+        key_high,
+        (first_row + row) * count + first,
         STORE,
         SCALES_ALIGNED,
         FORMAT,
@@ -135,7 +150,8 @@ def encode_kernel(
         LIMIT,
         TARGET,
         SCALES,
-        ROTATE,
+        ORDER,
         False,
+        RANDOM,
         MODE,
     )

@@ -53,16 +53,21 @@ class Launch:
         }
         self._run: Callable[..., None] | None = None
 
-    def __call__(self, source: Tensor, target: Tensor, device: torch.device) -> None:
-        """Launch on the current stream of ``device``, whichever device is current."""
+    def __call__(
+        self, source: Tensor, target: Tensor, device: torch.device, *changing: int
+    ) -> None:
+        """Launch on the current stream of ``device``, whichever device is current.
+
+        ``changing`` are the kernel's arguments that differ from call to call, of 32 bits.
+        """
+        arguments = (source, target, *changing, *self._integers, *self._constants)
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self._start(source, target)
+                self._start(arguments)
         else:
-            self._start(source, target)
+            self._start(arguments)
 
-    def _start(self, source: Tensor, target: Tensor) -> None:
-        arguments = (source, target, *self._integers, *self._constants)
+    def _start(self, arguments: tuple[Any, ...]) -> None:
         if self._run is not None:
             self._run(*arguments)
         elif interpreted():
@@ -83,6 +88,12 @@ def conversion_mode(device: torch.device) -> int:
         return int(PORTABLE.value)
     capability = torch.cuda.get_device_capability(device)
     return int((FP8_CONVERSIONS if capability >= (8, 9) else PTX).value)
+
+
+def _words(key: int) -> tuple[int, int]:
+    """Return the lower and the upper 32 bits of a key as signed integers."""
+    low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+    return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -115,6 +126,7 @@ def _encode(
         "PAYLOAD_UNIT": payload_unit,
         "WHOLE": whole,
         "PAIRS": pairs,
+        "RANDOM": settings.random,
     }
     integers = (
         numel,
@@ -126,8 +138,13 @@ def _encode(
     return Launch(encode_kernel, grid, integers, constants, registers)
 
 
-def encode_rows(settings: Settings, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """``Taco.encode_rows`` for FP32, BF16 or FP16 [R, n], R and n > 0: uint8 [R, bytes]."""
+def encode_rows(
+    settings: Settings, x: Tensor, out: Tensor | None = None, key: int = 0, first_row: int = 0
+) -> Tensor:
+    """``ScaledBlocks.encode_rows`` for FP32, BF16 or FP16 [R, n], R and n > 0: uint8 [R, bytes].
+
+    For random rounding the rows are those from ``first_row`` on of what has the ``key``.
+    """
     x = _dense(x.detach() if x.requires_grad else x)
     rows, numel = x.shape
     device = x.device
@@ -135,10 +152,11 @@ def encode_rows(settings: Settings, x: Tensor, out: Tensor | None = None) -> Ten
         out = torch.empty(rows, settings.payload_bytes(numel), dtype=torch.uint8, device=device)
     if rows > MAX_ROWS:
         for at in range(0, rows, MAX_ROWS):
-            encode_rows(settings, x[at : at + MAX_ROWS], out[at : at + MAX_ROWS])
+            encode_rows(settings, x[at : at + MAX_ROWS], out[at : at + MAX_ROWS], key, at)
         return out
     places = Place.of(x), Place.of(out)
-    _encode(settings, x.dtype, numel, *places, device, conversion_mode(device))(x, out, device)
+    launch = _encode(settings, x.dtype, numel, *places, device, conversion_mode(device))
+    launch(x, out, device, *_words(key), first_row)
     return out
 
 
@@ -178,7 +196,7 @@ def decode_rows(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``Taco.decode_rows`` for n > 0."""
+    """``ScaledBlocks.decode_rows`` for n > 0."""
     payloads = _dense(payloads)
     rows = payloads.shape[0]
     device = payloads.device
@@ -211,6 +229,7 @@ def _reduce(
         **plan.writes(out, settings, vector),
         "PEERS": False,
         "RANKS": payloads.rows,
+        "RANDOM": settings.random,
     }
     integers = settings.count(numel), payloads.stride // constants["PAYLOAD_UNIT"]
     grid = _grid(settings, constants, numel)
@@ -218,16 +237,20 @@ def _reduce(
 
 
 def reduce_encode(
-    settings: Settings, payloads: Tensor, numel: int, out: Tensor | None = None
+    settings: Settings,
+    payloads: Tensor,
+    numel: int,
+    out: Tensor | None = None,
+    key: int = 0,
 ) -> Tensor:
-    """``Taco.reduce_encode`` for n > 0."""
+    """``ScaledBlocks.reduce_encode`` for n > 0."""
     payloads = _dense(payloads)
     device = payloads.device
     if out is None:
         out = torch.empty(settings.payload_bytes(numel), dtype=torch.uint8, device=device)
     places = Place.of(payloads), Place.of(out)
     launch = _reduce(settings, numel, *places, device, conversion_mode(device))
-    launch(payloads, out, device)
+    launch(payloads, out, device, *_words(key))
     return out
 
 
@@ -259,7 +282,7 @@ def _sum(
 def decode_sum(
     settings: Settings, payloads: Tensor, numel: int, out: Tensor | None = None
 ) -> Tensor:
-    """``Taco.decode_sum`` for n > 0: FP32 [n], or as ``out`` is."""
+    """``ScaledBlocks.decode_sum`` for n > 0: FP32 [n], or as ``out`` is."""
     payloads = _dense(payloads)
     device = payloads.device
     if out is None:
@@ -271,7 +294,7 @@ def decode_sum(
 
 
 def decode_sum_peers(settings: Settings, addresses: Tensor, numel: int, out: Tensor) -> Tensor:
-    """``Taco.decode_sum_peers`` for n > 0."""
+    """``ScaledBlocks.decode_sum_peers`` for n > 0."""
     device = out.device
     # Whole payloads at multiples of 16, as one row is; where each lies is in the table.
     places = Place(addresses.shape[0], 0, 0), Place.of(out)

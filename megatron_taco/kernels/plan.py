@@ -13,10 +13,11 @@ from megatron_taco.kernels.settings import Settings
 
 WARPS = 1
 # Threads of a block, by bytes of a value and by block. A thread holds 64 elements or fewer: more
-# would leave too few threads, fewer repeat what is done once for a block too often.
+# would leave too few threads, fewer repeat what is done once for a block too often. (A block of
+# 4096 has 128 in each of a warp's threads.)
 LANES = {
-    2: {32: 2, 64: 2, 128: 4, 256: 4, 512: 8},
-    4: {32: 4, 64: 4, 128: 4, 256: 8, 512: 16},
+    2: {32: 2, 64: 2, 128: 4, 256: 4, 512: 8, 1024: 16, 2048: 32, 4096: 32},
+    4: {32: 4, 64: 4, 128: 4, 256: 8, 512: 16, 1024: 32, 2048: 32, 4096: 32},
 }
 # Limits to what a thread may hold, found from what the compiler does without: rare branches must
 # not cost registers where they are not taken.
@@ -24,7 +25,7 @@ ENCODE_REGISTERS = 96
 SUM_REGISTERS = 128
 # Sums of more payloads than four need registers for their codes, so fewer elements a thread; sums
 # of bytes are bound by memory, and gain by more threads.
-MANY_LANES = {32: 2, 64: 2, 128: 4, 256: 8, 512: 16}
+MANY_LANES = {32: 2, 64: 2, 128: 4, 256: 8, 512: 16, 1024: 32, 2048: 32, 4096: 32}
 
 
 class Place(NamedTuple):
@@ -98,7 +99,7 @@ def common(settings: Settings, lanes: int, vector: int, mode: int) -> dict[str, 
         "LOG_LIMIT": settings.log_limit,
         "OFFSET": settings.offset,
         "SCALES": settings.scales,
-        "ROTATE": settings.rotate,
+        "ORDER": settings.order,
         "BLOCK": settings.block,
         "L": lanes,
         "G": 32 * WARPS // lanes,
@@ -132,7 +133,8 @@ def encode_shape(
     pairs = dtype == torch.bfloat16 and whole and x.stride % 2 == 0 and x.offset % 4 == 0
     wide = settings.bits < 8 and pairs and payloads.multiple_of(4)
     vector = 16 if wide else 16 // size
-    registers = ENCODE_REGISTERS if size == 2 and settings.bits != 6 else None
+    few = size == 2 and settings.bits != 6 and settings.block <= 2048 and not settings.random
+    registers = ENCODE_REGISTERS if few else None
     return pairs, LANES[size][settings.block], vector, registers
 
 
@@ -143,7 +145,8 @@ def reduce_shape(settings: Settings, payloads: Place, out: Place) -> tuple[int, 
     access = 4 if settings.bits == 6 else 2 * settings.bits
     fits = payloads.offset == 0 and payloads.unit(access) == access
     wide = fits and out.offset % 4 == 0 and lanes * 16 <= settings.block
-    return lanes, 16 if wide else 8, SUM_REGISTERS
+    registers = SUM_REGISTERS if settings.block <= 2048 and not settings.random else None
+    return lanes, 16 if wide else 8, registers
 
 
 def sum_shape(settings: Settings, dtype: torch.dtype) -> tuple[int, int]:

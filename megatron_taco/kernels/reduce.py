@@ -137,10 +137,12 @@ def rotated_sum(
     return z, e
 
 
-@triton.jit(do_not_specialize=["count", "payload_units"])
+@triton.jit(do_not_specialize=["key_low", "key_high", "count", "payload_units"])
 def reduce_encode_kernel(
     payloads,
     out,
+    key_low,
+    key_high,
     count,
     payload_units,
     PEERS: tl.constexpr,
@@ -157,11 +159,12 @@ def reduce_encode_kernel(
     LOG_LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
-    ROTATE: tl.constexpr,
+    ORDER: tl.constexpr,
     BLOCK: tl.constexpr,
     L: tl.constexpr,
     G: tl.constexpr,
     V: tl.constexpr,
+    RANDOM: tl.constexpr,
     MODE: tl.constexpr,
 ):
     """Sum G blocks of ``RANKS`` payloads and encode the sum (``Taco.reduce_encode``).
@@ -193,7 +196,7 @@ def reduce_encode_kernel(
     )
     index = first + block_index(G)
     CODES: tl.constexpr = BLOCK * BITS // 8
-    mean, y, peak = measured(z, SCALES, False, False)
+    mean, y, peak = measured(z, SCALES, 1, False)
     emit(
         mean,
         y,
@@ -206,6 +209,9 @@ def reduce_encode_kernel(
         index,
         count,
         index < count,
+        key_low,
+        key_high,
+        first,
         STORE,
         SCALES_ALIGNED,
         FORMAT,
@@ -213,8 +219,9 @@ def reduce_encode_kernel(
         LIMIT,
         TARGET,
         SCALES,
-        False,
+        1,
         True,
+        RANDOM,
         MODE,
     )
 
@@ -239,7 +246,7 @@ def decode_sum_kernel(
     LOG_LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
     SCALES: tl.constexpr,
-    ROTATE: tl.constexpr,
+    ORDER: tl.constexpr,
     BLOCK: tl.constexpr,
     L: tl.constexpr,
     G: tl.constexpr,
@@ -272,9 +279,9 @@ def decode_sum_kernel(
         V,
         MODE,
     )
-    NORM: tl.constexpr = BLOCK**-0.5 if ROTATE else 1.0
-    if ROTATE:
-        x = hadamard(x)
+    NORM: tl.constexpr = ORDER**-0.5
+    if ORDER > 1:
+        x = hadamard(x, ORDER)
     x = x * (power_of_two(e) * NORM)
     elements = access_offsets(BLOCK, L, G, BLOCK // (L * V))[:, :, :, None]
     elements += tl.arange(0, V)[None, None, None, :]

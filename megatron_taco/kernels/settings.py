@@ -14,9 +14,10 @@ class Settings:
         target: M, the root mean square that the adaptive scale aims at.
         scales: ``dual``, ``merged_fp32`` or ``merged_bf16``.
         scale_bytes: Bytes of all scales of a block.
-        rotate: Whether blocks are transformed.
+        order: Elements that are transformed together, T, from 32 to ``block``; 1 for none.
         block: Elements of a block.
         offset: What is added to codes while payloads are summed.
+        random: Whether integers are rounded by ``counter_random.py``'s bits.
     """
 
     format: str
@@ -25,9 +26,10 @@ class Settings:
     target: float
     scales: str
     scale_bytes: int
-    rotate: bool
+    order: int
     block: int
     offset: int
+    random: bool = False
 
     @property
     def log_limit(self) -> int:

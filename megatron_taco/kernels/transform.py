@@ -64,8 +64,8 @@ def _stage_between_accesses(x, H: tl.constexpr):
 
 
 @triton.jit
-def hadamard(x):
-    """Return the unnormalised Hadamard transform of each block of FP32 [L, G, J, V]."""
+def hadamard(x, ORDER: tl.constexpr):
+    """Transform each ``ORDER`` >= V elements of blocks of FP32 [L, G, J, V], not normalised."""
     L: tl.constexpr = x.shape[0]
     J: tl.constexpr = x.shape[2]
     V: tl.constexpr = x.shape[3]
@@ -73,10 +73,10 @@ def hadamard(x):
         if (1 << k) < V:
             x = _stage_in_vector(x, 1 << k)
     for k in tl.static_range(0, 5):
-        if (1 << k) < L:
+        if (1 << k) < L and (V << k) < ORDER:
             x = _stage_between_lanes(x, 1 << k)
     for k in tl.static_range(0, 6):
-        if (1 << k) < J:
+        if (1 << k) < J and (V * L << k) < ORDER:
             x = _stage_between_accesses(x, 1 << k)
     return x
 

@@ -1,8 +1,9 @@
-"""``megatron-taco bench kernels``: the TACO kernels beside a copy in the same run.
+"""``megatron-taco bench kernels``: the kernels of TACO and SDP4Bit beside a copy in the same run.
 
 Each call is timed as one of many in a replayed CUDA graph, over input sets that together are
 larger than the L2 cache. A share is bytes read and written over that time, over the same of a
-device-to-device copy of as many BF16 elements. Host time is that of a call that launches the same
+device-to-device copy of as many BF16 elements. TACO's values are BF16, SDP4Bit's FP32, as the
+data-parallel axis has them. Host time is that of a call that launches the same
 kernel on a tensor so small that the GPU keeps up.
 """
 
@@ -24,9 +25,10 @@ from megatron_taco.cli.lab_arguments import checked, words
 from megatron_taco.lab.plot_file import plot_file
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from megatron_taco.compressors import Taco
+    from megatron_taco.compressors import Compressor
 
 FORMATS: Final = ("e4m3", "e5m2", "int8", "int6", "int4")
 SCALES: Final = ("dual", "merged_fp32", "merged_bf16")
@@ -162,18 +164,26 @@ def row(
     )
 
 
-def measure(taco: Taco, elements: int, ranks: Sequence[int], copy: float, label: str) -> list[Row]:
-    """Time each operation of ``taco`` on BF16 tensors of ``elements`` elements, into given ones.
+def measure(
+    code: Compressor,
+    form: str,
+    dtype: torch.dtype,
+    elements: int,
+    ranks: Sequence[int],
+    copy: float,
+    label: str = "",
+) -> list[Row]:
+    """Time each operation of ``code`` on tensors of ``elements`` elements, into given ones.
 
     Sums are of ``ranks`` payloads of as many elements each.
     """
     import torch
 
     device = torch.device("cuda")
-    bf16 = torch.bfloat16
-    size = taco.payload_bytes(elements)
-    few = taco.payload_bytes(SMALL)
-    value_room = torch.empty(elements, device=device, dtype=bf16)
+    size = code.payload_bytes(elements)
+    few = code.payload_bytes(SMALL)
+    raw = dtype.itemsize * elements
+    value_room = torch.empty(elements, device=device, dtype=dtype)
     byte_room = torch.empty(size, device=device, dtype=torch.uint8)
     rows: list[Row] = []
 
@@ -186,36 +196,36 @@ def measure(taco: Taco, elements: int, ranks: Sequence[int], copy: float, label:
     ) -> None:
         seconds = time_calls(lambda x: call(x, elements), inputs)
         host = host_time(lambda x: call(x, SMALL), small)
-        rows.append(row(label + name, taco.format, moved, seconds, copy, host))
+        rows.append(row(label + name, form, moved, seconds, copy, host))
 
     def encode(x: Tensor, numel: int) -> object:
         out = byte_room[: size if numel == elements else few]
-        return taco.encode_rows(x, out.unsqueeze(0))
+        return code.encode_rows(x, out.unsqueeze(0))
 
     def decode(p: Tensor, numel: int) -> object:
-        return taco.decode_rows(p, numel, bf16, value_room[:numel].unsqueeze(0))
+        return code.decode_rows(p, numel, dtype, value_room[:numel].unsqueeze(0))
 
     def reduce_encode(p: Tensor, numel: int) -> object:
-        return taco.reduce_encode(p, numel, byte_room[: size if numel == elements else few])
+        return code.reduce_encode(p, numel, byte_room[: size if numel == elements else few])
 
     def decode_sum(p: Tensor, numel: int) -> object:
-        return taco.decode_sum(p, numel, value_room[:numel])
+        return code.decode_sum(p, numel, value_room[:numel])
 
-    values = [torch.randn(1, elements, device=device, dtype=bf16) for _ in range(INPUT_SETS)]
-    small = torch.randn(max(ranks), SMALL, device=device, dtype=bf16)
-    add("encode", 2 * elements + size, encode, values, small[:1])
-    payloads = [taco.encode_rows(x) for x in values]
-    few_payloads = taco.encode_rows(small)
-    add("decode", 2 * elements + size, decode, payloads, few_payloads[:1])
+    values = [torch.randn(1, elements, device=device, dtype=dtype) for _ in range(INPUT_SETS)]
+    small = torch.randn(max(ranks), SMALL, device=device, dtype=dtype)
+    add("encode", raw + size, encode, values, small[:1])
+    payloads = [code.encode_rows(x) for x in values]
+    few_payloads = code.encode_rows(small)
+    add("decode", raw + size, decode, payloads, few_payloads[:1])
     del payloads
     for count in ranks:
         stacks = [
-            torch.cat([taco.encode_rows(values[(k + j) % INPUT_SETS]) for k in range(count)])
+            torch.cat([code.encode_rows(values[(k + j) % INPUT_SETS]) for k in range(count)])
             for j in range(2)
         ]
         few_stack = few_payloads[:count]
         add(f"reduce_encode of {count}", (count + 1) * size, reduce_encode, stacks, few_stack)
-        add(f"decode_sum of {count}", count * size + 2 * elements, decode_sum, stacks, few_stack)
+        add(f"decode_sum of {count}", count * size + raw, decode_sum, stacks, few_stack)
         del stacks
     return rows
 
@@ -238,11 +248,12 @@ def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; see :func:`megatron_taco.cli.bench.run` for the result."""
     import torch
 
-    from megatron_taco.compressors import Taco
-    from megatron_taco.compressors.dispatch import ALL_KERNELS, kernels_on
+    from megatron_taco.compressors import Taco, build
+    from megatron_taco.compressors.dispatch import ALL_KERNELS
+    from megatron_taco.config.data_parallel import SDP4BIT_GRADIENTS, SDP4BIT_WEIGHTS
 
     os.environ[ALL_KERNELS] = "1"
-    if not torch.cuda.is_available() or kernels_on(torch.device("cuda", 0), "e4m3", "dual") is None:
+    if not torch.cuda.is_available() or not Taco().has_kernels(torch.device("cuda", 0)):
         print(
             "megatron-taco bench kernels: the kernels need a CUDA device of compute capability 8.0 "
             "or newer and Triton; none was found",
@@ -253,9 +264,8 @@ def run(args: argparse.Namespace) -> int:
     import triton
 
     ranks = [int(count) for count in args.ranks]
-    sources = [
-        torch.randn(args.elements, device="cuda", dtype=torch.bfloat16) for _ in range(INPUT_SETS)
-    ]
+    bf16 = torch.bfloat16
+    sources = [torch.randn(args.elements, device="cuda", dtype=bf16) for _ in range(INPUT_SETS)]
     target = torch.empty_like(sources[0])
     few = target[:SMALL]
     host = host_time(few.copy_, sources[0][:SMALL])
@@ -264,14 +274,19 @@ def run(args: argparse.Namespace) -> int:
     del sources, target
     for form in args.formats:
         taco = Taco(form, args.block, "hadamard", args.scales)
-        rows += measure(taco, args.elements, ranks, copy, "")
+        rows += measure(taco, form, bf16, args.elements, ranks, copy)
         torch.cuda.empty_cache()
     form = args.formats[0]
     unrotated = Taco(form, args.block, "none", args.scales)
-    rows += measure(unrotated, args.elements, ranks[:1], copy, "no rotation: ")
+    rows += measure(unrotated, form, bf16, args.elements, ranks[:1], copy, "no rotation: ")
     plain = Taco(form, args.block, "hadamard", args.scales).reference()
     fraction = max(args.elements // FRACTION, 1)
-    rows += measure(plain, fraction, ranks[:1], copy, f"plain torch, 1/{FRACTION} the size: ")
+    slow = f"plain torch, 1/{FRACTION} the size: "
+    rows += measure(plain, form, bf16, fraction, ranks[:1], copy, slow)
+    for what, settings in (("gradients", SDP4BIT_GRADIENTS), ("weights", SDP4BIT_WEIGHTS)):
+        code = build("block_integer", **settings)
+        rows += measure(code, "sdp4bit", torch.float32, args.elements, ranks[:1], copy, f"{what}: ")
+        torch.cuda.empty_cache()
     facts = {
         "benchmark": "kernels",
         "gpu": torch.cuda.get_device_name(),

@@ -33,12 +33,12 @@ class DataArms:
         seed: Of the run.
 
     Attributes:
-        step: The step that runs now.
-        sampling: Not used: errors are not sampled here.
+        local: None: replicas of one model cannot step apart and together in turns.
     """
 
+    local: None = None
+
     def __init__(self, configs: Mapping[str, Config], counters: Counters, seed: int) -> None:
-        self.sampling = False
         self._hooks = {name: _hooks(config, counters, seed) for name, config in configs.items()}
         plain = recorded(self._hooks[PLAIN].claim)
         claims: dict[str, Replacements] = {
@@ -57,15 +57,13 @@ class DataArms:
         ]
         self._switch = Switch(claims)
 
-    @property
-    def step(self) -> int:
-        """The step that runs now, counted from 0."""
-        return self._hooks[PLAIN].step
-
-    @step.setter
-    def step(self, step: int) -> None:
+    def begin_step(self, step: int, sampling: bool) -> None:
+        """Before a training step, counted from 0, of whichever arm."""
         for hooks in self._hooks.values():
-            hooks.step = step
+            hooks.begin_step(step, sampling)
+
+    def end_step(self, step: int) -> None:
+        """Nothing ends with a step."""
 
     def use(self, arm: str) -> None:
         """Put an arm in force."""

@@ -64,6 +64,7 @@ class PipelineArms:
         }
         claims[PLAIN] = {_COMMUNICATE: functools.partial(_plain, counters)}
         claims[SILENT] = {_COMMUNICATE: _Silent().communicate}
+        self.sampling = False  # of errors, which is not for timed steps
         self._switch = Switch(claims)
         self._trained: dict[str, _Trained] = {}
         self._chunks: list[Any] = []

@@ -9,6 +9,7 @@ All by forward hooks of the very modules, so a chunk without boundaries runs Meg
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from megatron_taco.boundaries import Boundary, BoundarySettings, Chain
+from megatron_taco.boundaries.anchors import StaticAnchor
+from megatron_taco.boundaries.subspace import Subspace
 from megatron_taco.patching.boundary_layout import Span
 from megatron_taco.patching.boundary_message import ATTRIBUTE, Arrived, MessageForm, Outgoing
 from megatron_taco.patching.errors import BoundaryError
 from megatron_taco.patching.token_ids import TokenIds
+from megatron_taco.telemetry.costs import Cost
 
 NAME = "pipeline_boundaries"
 """The chunk's name for its boundaries, and the beginning of their keys in checkpoints."""
+
+
+ANCHOR_MARK = "is_pipeline_anchor"
+"""Attribute of the anchors' tables, by which the optimiser's settings find them."""
 
 
 class SavedSettings(nn.Module):
@@ -74,6 +82,8 @@ class ChunkBoundaries(nn.Module):
         ids: the token ids of the running micro-batch.
         tensor_group: the tensor-parallel group.
         sequence_parallel: whether a rank holds its own part of the sequence.
+        sample: told of what enters a boundary [s, b, d] in training, with its token ids.
+        cost: of the axis.
         first_of_stage: whether it is the stage's first chunk, which keeps the settings.
     """
 
@@ -85,6 +95,8 @@ class ChunkBoundaries(nn.Module):
         ids: TokenIds,
         tensor_group: torch.distributed.ProcessGroup,
         sequence_parallel: bool,
+        sample: Callable[[Boundary, Tensor, Tensor | None], None],
+        cost: Cost,
         first_of_stage: bool = True,
     ) -> None:
         super().__init__()
@@ -97,10 +109,16 @@ class ChunkBoundaries(nn.Module):
         self.span = span
         self._form, self._ids = form, ids
         self._group, self._sequence_parallel = tensor_group, sequence_parallel
+        self._sample = sample
+        self._hooks: list[Any] = []
+        self._cost = cost
         for parameter in self.chain.parameters():
             # Megatron's marks: summed over TP under SP; trained like embeddings by Muon's recipes.
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
             parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+        for anchor in self.chain.trainable_anchors:
+            for parameter in anchor.parameters():
+                setattr(parameter, ANCHOR_MARK, True)
 
     @property
     def boundaries(self) -> dict[int, Boundary]:
@@ -120,10 +138,13 @@ class ChunkBoundaries(nn.Module):
         """
         model.add_module(NAME, self)
         block = model.decoder
+        hooks = self._hooks
         if model.pre_process:
-            model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        block.register_forward_pre_hook(self._enter)
-        block.register_forward_hook(self._leave, always_call=True)
+            hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+            if self.fixed_table is not None:
+                hooks.append(model.embedding.register_forward_hook(self._add_fixed))
+        hooks.append(block.register_forward_pre_hook(self._enter))
+        hooks.append(block.register_forward_hook(self._leave, always_call=True))
         layers = {layer.layer_number: layer for layer in block.layers}
         for depth, number in self.span.inside.items():
             if depth not in layers:
@@ -132,7 +153,23 @@ class ChunkBoundaries(nn.Module):
                     f"{sorted(layers)}"
                 )
             hook = partial(self._cross, self.boundaries[number])
-            layers[depth].register_forward_hook(hook)
+            hooks.append(layers[depth].register_forward_hook(hook))
+
+    def detach(self, model: Any) -> None:
+        """Leave the model: it then runs Megatron's code alone, without boundaries."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        delattr(model, NAME)
+
+    @property
+    def fixed_table(self) -> Tensor | None:
+        """What a subspace network adds to its embedding, [V, d]; None for other boundaries."""
+        if not isinstance(next(iter(self.boundaries.values())), Subspace):
+            return None
+        fixed = self.chain.anchor(self.span.first)
+        assert isinstance(fixed, StaticAnchor)
+        return fixed.table
 
     def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the token ids [b, s] of a chunk that begins with the embedding."""
@@ -141,6 +178,14 @@ class ChunkBoundaries(nn.Module):
             parts = torch.distributed.get_world_size(self._group)
             ids = ids.chunk(parts, dim=1)[torch.distributed.get_rank(self._group)]
         self._ids.current = ids
+
+    def _add_fixed(self, embedding: Any, args: Any, output: Tensor) -> Tensor:
+        """Add a subspace network's fixed table to the embedding's output [s, b, d]."""
+        fixed, ids = self.chain.anchor(0), self._ids.current
+        assert fixed is not None
+        assert ids is not None
+        anchored: Tensor = output + fixed(ids, output.dtype)
+        return anchored
 
     def _enter(self, block: Any, args: tuple[Any, ...]) -> None:
         """Decode what arrived into the block's input."""
@@ -158,16 +203,19 @@ class ChunkBoundaries(nn.Module):
         s, b, _ = z.shape
         size = boundary.wire_bytes(s, b, z.dtype)
         payload, ids = self._form.split(arrived.message, size, s, b, ids=True)
-        with torch.no_grad():
-            z.copy_(boundary.unpack(payload, s, b, z.dtype))
-        delattr(z, ATTRIBUTE)
-        self._ids.current = ids
-        block.set_input_tensor(boundary.decode(z, ids))
+        with self._cost.timed():
+            with torch.no_grad():
+                z.copy_(boundary.unpack(payload, s, b, z.dtype))
+            delattr(z, ATTRIBUTE)
+            self._ids.current = ids
+            block.set_input_tensor(boundary.decode(z, ids))
 
     def _cross(self, boundary: Boundary, layer: Any, args: Any, output: Any) -> Any:
         """Pass a boundary in place after a layer, whose output is (hidden states, context)."""
         hidden, *rest = output
-        return (boundary(hidden, self._ids.current), *rest)
+        self._watch(boundary, hidden, self._ids.current)
+        with self._cost.timed():
+            return (boundary(hidden, self._ids.current), *rest)
 
     def _leave(self, block: Any, args: Any, output: Any) -> Any:
         """Encode the block's output [s, b, d] where the chunk is cut: z with its message."""
@@ -177,11 +225,18 @@ class ChunkBoundaries(nn.Module):
             return output
         boundary = self.chain.boundary(number)
         assert boundary is not None
-        z = boundary.encode(output, ids)
-        message = self._form.join(boundary.pack(z), ids, z.dtype)
+        self._watch(boundary, output, ids)
+        with self._cost.timed():
+            z = boundary.encode(output, ids)
+            message = self._form.join(boundary.pack(z), ids, z.dtype)
         s, b, d = output.shape
         setattr(z, ATTRIBUTE, Outgoing(message, (s, b, d)))
         return z
+
+    def _watch(self, boundary: Boundary, x: Tensor, ids: Tensor | None) -> None:
+        """Let a training pass be sampled: once a micro-batch, with or without recomputation."""
+        if self.training and torch.is_grad_enabled():
+            self._sample(boundary, x, ids)
 
     def sharded_state_dict(
         self,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_taco.boundaries import Boundary
+from megatron_taco.boundaries.subspace import Subspace
 from megatron_taco.collectives.ordered import ordered_all_reduce_
 from megatron_taco.telemetry.counters import Counters, Flow
 
@@ -125,6 +126,29 @@ def _exchange(
             other = "receiver" if end == "sender" else "sender"
             found[number] = {other: flat.view_as(part)}
     return found
+
+
+def summed_pulls(boundaries: Mapping[int, Boundary], groups: Groups) -> dict[int, Tensor]:
+    """What moves the subspace of a Subspace Network, in steps that end with a move.
+
+    Args:
+        boundaries: of this process, by number; none or all of the model's are due.
+        groups: see :class:`Groups`.
+
+    Returns:
+        For each boundary the sum over all boundaries and replicas, FP32 [d, k].
+    """
+    due = {n: b for n, b in sorted(boundaries.items()) if isinstance(b, Subspace) and b.due}
+    if not due:
+        return {}
+    a = next(iter(due.values())).projector.a
+    total = torch.zeros(a.shape, dtype=a.dtype, device=a.device)
+    for boundary in due.values():
+        if boundary.pull is not None:
+            total += boundary.pull
+    for group in (*groups.replicas, groups.pipeline):
+        ordered_all_reduce_(total, group)
+    return {number: total.clone() for number in due}
 
 
 def summed_statistics(boundaries: Mapping[int, Boundary], groups: Groups) -> dict[int, Tensor]:

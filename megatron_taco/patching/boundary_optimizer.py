@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_taco.boundaries import Boundary, StepReport
 from megatron_taco.patching.errors import BoundaryError
+from megatron_taco.telemetry.costs import Cost
 
 
 class BoundaryOptimizer(MegatronOptimizer):
@@ -33,6 +34,7 @@ class BoundaryOptimizer(MegatronOptimizer):
         lr: step length of the projectors, at the peak of the main schedule.
         model_parallel: group of the ranks that hold the parts of one replica of the model.
         stepped: called after each step that was not skipped.
+        cost: of the axis.
     """
 
     def __init__(
@@ -43,16 +45,23 @@ class BoundaryOptimizer(MegatronOptimizer):
         lr: float,
         model_parallel: dist.ProcessGroup,
         stepped: Callable[[], None],
+        cost: Cost,
     ) -> None:
         super().__init__(SimpleNamespace(param_groups=[], state={}), config)
         self.is_stub_optimizer = False
         self.reports: dict[int, StepReport] = {}
         self._others, self._boundaries = tuple(others), dict(boundaries)
         self._lr, self._group, self._stepped = lr, model_parallel, stepped
+        self._cost = cost
         self._gradients: dict[int, Tensor] = {}
         self._statistics: dict[int, Tensor] = {}
         self._inverse_scale: Tensor | None = None
         self._open = False
+
+    @property
+    def others(self) -> tuple[Any, ...]:
+        """The optimisers before this one in the chain."""
+        return self._others
 
     @property
     def lr(self) -> float:
@@ -102,12 +111,13 @@ class BoundaryOptimizer(MegatronOptimizer):
     def _end(self, skipped: bool) -> None:
         lr = self.lr
         self.reports = {}
-        for number, boundary in sorted(self._boundaries.items()):
-            report = boundary.end_step(
-                self._gradients.get(number), lr, self._statistics.get(number), skipped
-            )
-            if report is not None:
-                self.reports[number] = report
+        with self._cost.timed():
+            for number, boundary in sorted(self._boundaries.items()):
+                report = boundary.end_step(
+                    self._gradients.get(number), lr, self._statistics.get(number), skipped
+                )
+                if report is not None:
+                    self.reports[number] = report
         self._gradients, self._statistics, self._open = {}, {}, False
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -7,9 +7,14 @@ in none where Megatron ignores what it does not know.
 from __future__ import annotations
 
 import argparse
+import io
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch.distributed import checkpoint
 
 from megatron_taco.patching.boundary_chunk import NAME
 from megatron_taco.patching.errors import BoundaryError
@@ -18,17 +23,13 @@ _SECTION = "compression.pipeline_parallel"
 _BOUNDARY = re.compile(rf"{re.escape(NAME)}\.boundaries\.after_layer_(\d+)\.")
 
 
-def saved_depths(args: argparse.Namespace) -> list[int] | None:
-    """Depths of the boundaries in the checkpoint of ``megatron.load``.
+def checkpoint_folder(args: argparse.Namespace) -> str | None:
+    """The distributed checkpoint that ``megatron.load`` and ``megatron.ckpt_step`` name, or None.
 
     Args:
         args: Megatron's arguments.
-
-    Returns:
-        The depths, ascending; None if there is no distributed checkpoint to be loaded.
     """
     from megatron.core.dist_checkpointing import check_is_distributed_checkpoint
-    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.training.checkpointing import (
         get_checkpoint_name,
         get_checkpoint_tracker_filename,
@@ -45,10 +46,38 @@ def saved_depths(args: argparse.Namespace) -> list[int] | None:
     folder = get_checkpoint_name(
         args.load, 0 if release else int(step), release, return_base_dir=True
     )
-    if not check_is_distributed_checkpoint(folder):
+    return folder if check_is_distributed_checkpoint(folder) else None
+
+
+def saved_depths(args: argparse.Namespace) -> list[int] | None:
+    """Depths of the boundaries in the checkpoint of ``megatron.load``.
+
+    Args:
+        args: Megatron's arguments.
+
+    Returns:
+        The depths, ascending; None if there is no distributed checkpoint to be loaded.
+    """
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+    folder = checkpoint_folder(args)
+    if folder is None:
         return None
-    keys = map(str, load_sharded_metadata(folder))
-    return sorted({int(found.group(1)) for found in map(_BOUNDARY.match, keys) if found})
+    keys = list(map(str, load_sharded_metadata(folder)))
+    depths = {int(found.group(1)) for found in map(_BOUNDARY.match, keys) if found}
+    return sorted(depths) or _depths_in_settings(keys, folder)
+
+
+def _depths_in_settings(keys: Iterable[str], folder: str) -> list[int]:
+    """Depths of boundaries that have no tensors to be saved: those that code each value."""
+    key = next((key for key in keys if key.startswith(f"{NAME}.settings.")), None)
+    if key is None:
+        return []
+    state: dict[str, Any] = {key: io.BytesIO()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load")
+        checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+    return list(state[key][0]["after_layers"])
 
 
 def check_saved(args: argparse.Namespace, depths: Sequence[int]) -> None:

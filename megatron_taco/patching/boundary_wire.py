@@ -23,6 +23,7 @@ from megatron_taco.boundaries import Boundary
 from megatron_taco.patching.boundary_message import ATTRIBUTE, Arrived, MessageForm, Outgoing
 from megatron_taco.patching.errors import BoundaryError
 from megatron_taco.patching.overlay import Overlay
+from megatron_taco.telemetry.costs import Cost
 from megatron_taco.telemetry.counters import Counters, Flow
 
 FORWARD = Flow("pp.forward", "send")
@@ -57,6 +58,10 @@ class Wire:
         form: of the messages.
         counters: count what is sent.
         ends: gives a boundary of this process that is a ``sender`` or a ``receiver``.
+        cost: of the axis.
+
+    Attributes:
+        sampling: whether the error of gradients is sampled in the step that runs.
     """
 
     def __init__(
@@ -64,8 +69,11 @@ class Wire:
         form: Callable[[], MessageForm],
         counters: Counters,
         ends: Callable[[str], Boundary],
+        cost: Cost,
     ) -> None:
         self._form, self._counters, self._ends = form, counters, ends
+        self.sampling = False
+        self._cost = cost
 
     def communicate(
         self, original: Callable[..., Any], hit: Callable[[], None]
@@ -179,17 +187,27 @@ class Wire:
         if gradient is None:
             return None
         boundary = self._ends("receiver")
-        message = self._form().join(boundary.pack_gradient(gradient), None, dtype)
+        if self.sampling:
+            self._sample_gradient(boundary, gradient)
+        with self._cost.timed():
+            message = self._form().join(boundary.pack_gradient(gradient), None, dtype)
         s, b, _ = gradient.shape
         self._count(BACKWARD, s * b * boundary.hidden * dtype.itemsize, message)
         return message
+
+    @torch.no_grad()
+    def _sample_gradient(self, boundary: Boundary, gradient: Tensor) -> None:
+        pair = boundary.gradient_error_pair(gradient)
+        if pair is not None:
+            exact, decoded = pair
+            self._counters[BACKWARD].add_error(exact.float(), decoded.float())
 
     def _take_gradient(self, gradient: Tensor, message: Tensor) -> None:
         boundary = self._ends("sender")
         s, b, _ = gradient.shape
         size = boundary.wire_bytes(s, b, gradient.dtype, backward=True)
         payload, _ = self._form().split(message, size, s, b, ids=False)
-        with torch.no_grad():
+        with torch.no_grad(), self._cost.timed():
             gradient.copy_(boundary.unpack_gradient(payload, s, b, gradient.dtype))
 
     def _count(self, flow: Flow, raw: int, message: Tensor) -> None:
@@ -197,5 +215,7 @@ class Wire:
         count.seen += 1
         count.compressed += 1
         count.raw += raw
-        count.wire += message.numel() * message.element_size()
+        size = message.numel() * message.element_size()
+        count.wire += size
+        self._cost.called(size)
         count.largest = max(count.largest, raw)

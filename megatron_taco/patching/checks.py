@@ -13,7 +13,7 @@ from megatron_taco.patching import errors
 from megatron_taco.patching.attributes import Slot, resolve
 from megatron_taco.patching.fingerprints import Known, SourceFile, SourceFiles
 from megatron_taco.patching.inspection import Finding, inspect_target
-from megatron_taco.patching.targets import Target
+from megatron_taco.patching.target import Target
 
 _ERRORS = {
     "unsupported": errors.UnsupportedVersionError,
@@ -30,7 +30,7 @@ def load(target: Target) -> ModuleType:
     """
     try:
         return importlib.import_module(target.module)
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # TE raises all of them
         raise errors.MissingTargetError(
             f"{target.name}: {target.module} cannot be imported ({error}); "
             "`megatron-taco doctor` shows what is installed"
@@ -45,7 +45,7 @@ def check(
     Args:
         target: The target.
         module: Its imported module.
-        version: The megatron-core version found.
+        version: The version found.
         known: Fingerprints to accept.
         files: Reads the module's source.
 
@@ -71,19 +71,19 @@ def check(
     return slot
 
 
-_ASK = "run `megatron-taco doctor` and install a supported megatron-core"
+_ASK = "run `megatron-taco doctor` and install a supported release"
 
 
 def _message(finding: Finding) -> str:
     target = finding.target
     text = f"{target.name} ({target.path} in {finding.file}): {finding.detail}"
     what_to_do = {
-        "unsupported": f"install one that is: pip install 'megatron-core{target.versions}'",
-        "missing": f"supported is megatron-core {target.versions}; {_ASK}",
+        "unsupported": f"install one that is: pip install '{target.distribution}{target.versions}'",
+        "missing": f"supported is {target.distribution} {target.versions}; {_ASK}",
         "changed": (
-            f"found megatron-core {finding.version} with an edited or newer body; our wrapper may "
-            "be wrong there, so nothing was changed. Install a supported release, or check the "
-            "wrapper and add the source with scripts/update_fingerprints.py"
+            f"found {target.distribution} {finding.version} with an edited or newer body; our "
+            "wrapper may be wrong there, so nothing was changed. Install a supported release, or "
+            "check the wrapper and add the source with scripts/update_fingerprints.py"
         ),
     }
     return f"{text}; {what_to_do[finding.status]}"
@@ -124,7 +124,7 @@ def _check_parameters(target: Target, live: Any) -> None:
     if lacking:
         raise errors.SignatureError(
             f"{target.name}: {target.path} has no parameter {', '.join(lacking)}; "
-            f"found ({', '.join(found)}); supported is megatron-core {target.versions}"
+            f"found ({', '.join(found)}); supported is {target.distribution} {target.versions}"
         )
 
 

@@ -1,15 +1,15 @@
 """Combinations of Megatron features and compression that are refused, with the setting to change.
 
-A feature is refused when its traffic passes where no target of ours is (inside a GEMM, inside
-Transformer Engine, in another library), or when our Python would be frozen by it: an enabled role
-would then never happen, or never be counted. Contradictions within our own sections are for the
-schema (`config/`) to find.
+A feature is refused when its traffic passes where no target of ours is (inside a GEMM, in another
+library), or when our Python would be frozen by it: an enabled role would then never happen, or
+never be counted. Contradictions within our own sections are for the schema (`config/`) to find.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from megatron_taco.config.megatron_section import whole
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from megatron_taco.config import Config, Settings
 
 _MODE = "compression.tensor_parallel.mode"
+_CHUNKS = "compression.tensor_parallel.forward_chunks"
+_NO_CHUNKS = "the products in Transformer Engine's linears cannot be made in parts"
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ def _is_set(value: Any) -> bool:
 
 
 _FSDP = "its parameter and gradient traffic is other code, which no target of ours reaches"
+TE_IMPL = "transformer_engine"
+"""Megatron's ``transformer_impl`` whose layers are Transformer Engine's."""
 _GRAPH = "a captured graph freezes the choice and the count of compressed collectives"
 _RULES = (
     _Rule(
@@ -67,11 +71,23 @@ _RULES = (
     ),
     _Rule(
         "transformer_impl",
-        lambda value: value is not None and value != "local",
-        "its linear layers do their tensor-parallel collectives themselves, "
-        "and those are not hooked",
+        lambda value: value == TE_IMPL and find_spec("transformer_engine") is None,
+        "Transformer Engine is not installed",
         "local",
     ),
+    _Rule(
+        "transformer_impl",
+        lambda value: value not in (None, "local", TE_IMPL),
+        "its linear layers do their tensor-parallel collectives where no hook of ours is",
+        "local",
+    ),
+    _Rule(
+        "use_transformer_engine_op_fuser",
+        _is_on,
+        "Transformer Engine's fused operations call torch.distributed where no hook of ours is",
+        "false",
+    ),
+    _Rule("symmetric_ar_type", _is_set, "an all-reduce in symmetric memory is not hooked"),
     _Rule("cuda_graph_impl", _is_set, _GRAPH, "none"),
     _Rule("enable_cuda_graph", _is_on, _GRAPH),
     _Rule("external_cuda_graph", _is_on, _GRAPH),
@@ -125,6 +141,7 @@ def check(config: Config) -> list[str]:
         `LOCATION: KEY: found; why; what to change`, in a fixed order.
     """
     found = data_conflicts.check(config) + pipeline_conflicts.check(config)
+    found += [f"{config.where(k)}: {k}: {text}" for k, text in _late(config, config.megatron)]
     mode = config.compression.tensor_parallel.mode
     if mode == "off":
         return found
@@ -141,6 +158,13 @@ def check(config: Config) -> list[str]:
             f"{config.where(key)}: {key}: {_shown(refusal.value)} does not go with "
             f"{_MODE}: {mode}: {refusal.reason}; {change}, or compression off"
         )
+    if _overlaps_te(config, config.megatron):
+        found.append(
+            f"{config.where(_CHUNKS)}: {_CHUNKS}: "
+            f"{config.compression.tensor_parallel.forward_chunks} with "
+            f"megatron.transformer_impl: {TE_IMPL}: {_NO_CHUNKS}; set forward_chunks: 1, or "
+            "transformer_impl: local"
+        )
     return found
 
 
@@ -156,6 +180,7 @@ def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[st
     """
     found = data_conflicts.check_arguments(settings, arguments)
     found += pipeline_conflicts.check_arguments(settings, arguments)
+    found += [f"{k}: {text} ({settings.where(k)})" for k, text in _late(settings, arguments)]
     mode = settings.compression.tensor_parallel.mode
     if mode == "off":
         return found
@@ -174,7 +199,31 @@ def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[st
             f"{given} does not go with {_MODE}: {mode} ({settings.where(_MODE)}): "
             f"{refusal.reason}; {change}, or compression off"
         )
+    if _overlaps_te(settings, arguments):
+        found.append(
+            f"{_CHUNKS}: {settings.compression.tensor_parallel.forward_chunks} "
+            f"({settings.where(_CHUNKS)}) with --transformer-impl {TE_IMPL}: {_NO_CHUNKS}; set "
+            "forward_chunks: 1, or give --transformer-impl local"
+        )
     return found
+
+
+def _late(settings: Settings, megatron: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield axes that would not compress before training ends."""
+    steps = whole(megatron.get("train_iters"))
+    for axis in ("tensor_parallel", "data_parallel"):
+        section = getattr(settings.compression, axis)
+        if section.enabled and steps and section.start_step >= steps:
+            yield (
+                f"compression.{axis}.start_step",
+                f"{section.start_step} is not below the {steps} steps of train_iters, so nothing "
+                f"would be compressed; allowed: 0 to {steps - 1}, or mode: off",
+            )
+
+
+def _overlaps_te(settings: Settings, arguments: Mapping[str, Any]) -> bool:
+    chunks = settings.compression.tensor_parallel.forward_chunks
+    return chunks > 1 and arguments.get("transformer_impl") == TE_IMPL
 
 
 def notes(config: Config) -> list[str]:
@@ -183,10 +232,10 @@ def notes(config: Config) -> list[str]:
     Args:
         config: A loaded configuration.
     """
-    if config.compression.tensor_parallel.mode == "off":
-        return []
     megatron: Mapping[str, Any] = config.megatron
-    found = []
+    found = pipeline_conflicts.notes(config, whole(megatron.get("train_iters")))
+    if config.compression.tensor_parallel.mode == "off":
+        return found
     experts = megatron.get("num_experts")
     if _is_set(experts) or _integer(megatron, "expert_model_parallel_size", 1) > 1:
         found.append(

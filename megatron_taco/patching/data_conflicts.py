@@ -92,6 +92,8 @@ _WEIGHT_RULES = (
         "set megatron.overlap_param_gather_with_optimizer_step: false",
     ),
 )
+_START = "compression.data_parallel.start_step"
+_LOCAL = "compression.data_parallel.gradients.local_steps"
 _METHOD = "compression.data_parallel.gradients.compressor"
 _CHECKPOINT_KEYS = ("save", "load")
 _METHOD_RULES = (
@@ -100,6 +102,27 @@ _METHOD_RULES = (
         _is_on,
         "memory is in units of the loss scale, which changes",
         "set megatron.bf16: true instead of fp16",
+    ),
+)
+_APART = "replicas take steps of their own"
+_LOCAL_RULES = (
+    _Rule(
+        "use_distributed_optimizer",
+        _is_on,
+        f"{_APART}, and a rank of the distributed optimiser has moments of one slice alone",
+        "set megatron.use_distributed_optimizer: false",
+    ),
+    _Rule(
+        "num_experts",
+        _is_set,
+        f"{_APART}, and expert parallelism spreads one replica over several",
+        "remove megatron.num_experts",
+    ),
+    _Rule(
+        "check_weight_hash_across_dp_replicas_interval",
+        _is_set,
+        f"{_APART}, so their weights differ within a round",
+        "remove megatron.check_weight_hash_across_dp_replicas_interval",
     ),
 )
 _MEMORY_RULES = (
@@ -168,11 +191,20 @@ def _reasons(config: Settings, megatron: Mapping[str, Any]) -> Iterator[tuple[st
             "layer-wise optimiser gathers weights by its own code; "
             "set megatron.use_distributed_optimizer: false, or compression off",
         )
+    if settings.gradients.two_level and not _is_on(megatron.get("use_distributed_optimizer")):
+        yield (
+            "compression.data_parallel.gradients.two_level",
+            "true has no effect without megatron.use_distributed_optimizer: true: an all-reduce "
+            "goes in one hop; set it, or leave two_level out",
+        )
     if (method := settings.gradients.method) is not None:
         found, other = f"{_METHOD}: {method}", "another compressor"
         yield from _refused(megatron, _METHOD_RULES, found, other)
         if any(megatron.get(key) is not None for key in _CHECKPOINT_KEYS):
             yield from _refused(megatron, _MEMORY_RULES, found, other)
+    if (rounds := settings.gradients.rounds) is not None:
+        yield from _refused(megatron, _LOCAL_RULES, f"{_METHOD}: {method}", "another compressor")
+        yield from _uneven(megatron, settings.start_step, rounds)
     if not weights.enabled:
         return
     found = f"{_WEIGHTS}: {weights.compressor}"
@@ -189,6 +221,28 @@ def _reasons(config: Settings, megatron: Mapping[str, Any]) -> Iterator[tuple[st
             f"{weights.compressor} needs megatron.bf16 or fp16: FP32 weights have no master "
             "copies apart, and rounding them would be training on rounded ones; "
             "set bf16: true, or weights.compressor: none",
+        )
+
+
+def _uneven(megatron: Mapping[str, Any], start_step: int, rounds: int) -> Iterator[tuple[str, str]]:
+    """Yield where training ends, or a checkpoint is saved, within a round of local steps."""
+    steps = whole(megatron.get("train_iters"))
+    if steps is not None and steps > start_step and (steps - start_step) % rounds:
+        nearest = steps - (steps - start_step) % rounds
+        yield (
+            "megatron.train_iters",
+            f"{steps} ends within a round of {rounds} local steps from start_step {start_step}, "
+            f"where replicas have weights of their own; set {max(nearest, start_step + rounds)}, "
+            f"or another {_LOCAL}",
+        )
+    every = whole(megatron.get("save_interval"))
+    if megatron.get("save") is not None and every and (every % rounds or start_step % rounds):
+        key = "megatron.save_interval" if every % rounds else _START
+        yield (
+            key,
+            f"{every if every % rounds else start_step} is no multiple of {_LOCAL}: {rounds}, so "
+            "checkpoints would be of replicas that have weights of their own; allowed: a "
+            f"multiple of {rounds}",
         )
 
 

@@ -29,6 +29,7 @@ from megatron_taco.patching.run_facts import current_device
 if TYPE_CHECKING:
     from megatron_taco.gradients import GradientMethod
     from megatron_taco.patching.data import DataParallelHooks
+    from megatron_taco.patching.data_methods import BucketMethods
 
 ATTRIBUTE = "megatron_taco_gradients"
 KEY = "megatron_taco.gradients"
@@ -76,21 +77,30 @@ class GradientMemory:
             if kwargs.get("iteration") is None or args.no_save_optim:
                 return state
             hit()
+            local, done = self._hooks.local, kwargs["iteration"]
+            if local is not None and not local.ends_round(done - 1):
+                self._say(
+                    f"checkpoint at iteration {done}: within a round of {self._method}, whose "
+                    "replicas have weights of their own; resume it with its memory"
+                )
             setattr(args, ATTRIBUTE, {"method": self._method, "ranks": _sizes()})
             state[ATTRIBUTE] = self._sharded()
             return state
 
         return generate_state_dict
 
-    def _methods(self) -> dict[str, GradientMethod]:
+    def _all(self) -> BucketMethods:
         assert self._hooks.methods is not None
-        return self._hooks.methods.methods
+        return self._hooks.methods
+
+    def _methods(self) -> dict[str, GradientMethod]:
+        return self._all().methods
 
     def _sharded(self) -> dict[str, Any]:
         manifest: dict[Entry, tuple[tuple[int, ...], torch.dtype]] = {}
         state: dict[str, Any] = {}
-        for bucket, method in self._methods().items():
-            found = method.state_dict()
+        for bucket in self._methods():
+            found = self._all().state_of(bucket)
             for part in _PARTS:
                 for name, tensor in found[part].items():
                     entry = (bucket, part, name)
@@ -163,13 +173,13 @@ class GradientMemory:
                     for entry in manifest
                     if entry[:2] == (bucket, part)
                 }
-            method.load_state_dict(state)
+            self._all().load(bucket, state)
         self._say(f"{self._method} goes on with the memory in the checkpoint")
 
     def _make_methods(self) -> None:
-        assert self._hooks.methods is not None
-        for bucket, plan, group in self._hooks.method_buckets():
-            self._hooks.methods.of(bucket, plan, group)
+        for bucket, plan, group in self._hooks.buckets("grad_data"):
+            if plan.compresses:
+                self._all().of(bucket, plan, group)
 
     def _refuse_other_buckets(self, found: set[str], folder: str) -> None:
         """All ranks find out together, so that none waits for one that has left."""

@@ -68,6 +68,14 @@ class BucketMethods:
         numel = sum(stop - start for start, stop in bucket.param_to_index.values())
         return f"{plan.name}:{numel}"
 
+    def state_of(self, name: str) -> dict[str, Any]:
+        """Return the memory of the bucket called ``name``; parts `local` and `shared`."""
+        return self.methods[name].state_dict()
+
+    def load(self, name: str, state: dict[str, Any]) -> None:
+        """Take over the memory of one bucket, whose method has been made."""
+        self.methods[name].load_state_dict(state)
+
     def of(self, bucket: Any, plan: Plan, group: ProcessGroup) -> GradientMethod:
         """Return a bucket's method, made when it is first asked for."""
         name = self.name(bucket, plan)
@@ -117,15 +125,7 @@ class BucketMethods:
             torch.zeros((), dtype=torch.int32, device=bucket.grad_data.device),
         )
         wire = self._by_method(compressed, self.of(bucket, plan, group), group, step, average)
-        if exact:
-            together = torch.cat(exact)
-            dist.all_reduce(together, group=group)
-            if average:
-                together /= group.size()
-            at = 0
-            for flat in exact:
-                flat.copy_(together[at : at + flat.numel()])
-                at += flat.numel()
+        sum_exactly(exact, group, average)
         return self._sent(plan, collective, group, wire), bad
 
     @staticmethod
@@ -159,3 +159,17 @@ class BucketMethods:
             else:
                 sent[kind] = Traffic(traffic.raw, wire)
         return sent
+
+
+def sum_exactly(tensors: list[Tensor], group: ProcessGroup, average: bool) -> None:
+    """Sum or average tensors of one dtype over a group, in place, in one message."""
+    if not tensors:
+        return
+    together = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(together, group=group)
+    if average:
+        together /= group.size()
+    at = 0
+    for tensor in tensors:
+        tensor.copy_(together[at : at + tensor.numel()].view(tensor.shape))
+        at += tensor.numel()

@@ -35,6 +35,8 @@ class Stream:
         role: ``dp.gradients`` or ``dp.weights``.
         compressor: Encodes what is not exact; None where a method with memory takes the bucket.
         method: The name of that method, under which all that is not exact is counted, or None.
+        local: Whether replicas take steps of their own: then no bucket is reduced, however small,
+            and what two ranks of a replica hold copies of has to be exchanged exactly.
         exclude: Kinds that stay exact, besides norms.
         min_bytes: Buckets below this size in bytes go plain.
         start_step: First step, counted from 0, that is compressed.
@@ -46,6 +48,7 @@ class Stream:
     min_bytes: int
     start_step: int
     method: str | None = None
+    local: bool = False
 
     @property
     def code(self) -> Compressor:
@@ -67,7 +70,7 @@ class Stream:
     def is_exact(self, kind: str) -> bool:
         """Tell whether a kind goes as it is."""
         if kind == TIED:
-            return self.role == WEIGHTS or "embedding" in self.exclude
+            return self.role == WEIGHTS or self.local or "embedding" in self.exclude
         return kind in (NORM, REPLICATED) or kind in self.exclude
 
     def codec(
@@ -96,6 +99,7 @@ class Stream:
 class Hops:
     """A reduce-scatter in two hops: layouts, and by kind what this rank sends in each hop."""
 
+    nodes: Nodes
     fine: tuple[Slice, ...]
     coarse: tuple[Slice, ...]
     inside: dict[str, Traffic]
@@ -115,7 +119,7 @@ class Plan:
         name: Identifies the bucket on all ranks: its first parameter, and how many elements.
         runs: The bucket's runs of one kind.
         elements: Elements of each kind, padding included.
-        slices: By the number of slices wanted: one a rank, or one for a one-shot all-reduce.
+        by_policy: Whether the policy ``auto`` has decided that it goes plain.
     """
 
     name: str
@@ -124,6 +128,7 @@ class Plan:
     stream: Stream
     itemsize: int
     elements: dict[str, int] = field(default_factory=dict)
+    by_policy: bool = False
     _slices: dict[tuple[int, bool, Compressor, int], tuple[Slice, ...]] = field(
         default_factory=dict
     )
@@ -135,9 +140,11 @@ class Plan:
 
     @property
     def compresses(self) -> bool:
-        """Whether any of it is compressed: it is large enough and has a kind that is not exact."""
+        """Whether any of it is compressed: large enough, of a kind not exact, and not by policy."""
+        if self.stream.local:
+            return True
         large = self.numel * self.itemsize >= self.stream.min_bytes
-        return large and not all(map(self.stream.is_exact, self.elements))
+        return large and not self.by_policy and not all(map(self.stream.is_exact, self.elements))
 
     def slices(
         self,
@@ -201,6 +208,7 @@ class Plan:
             }
 
         return Hops(
+            nodes=nodes,
             fine=inside,
             coarse=between,
             inside=sent(inside, set(range(size)) - column, (places - 1) / places),
@@ -259,10 +267,18 @@ class Plan:
                 add(piece, int(index != rank))
         if collective != "reduce_scatter":
             add(pieces[rank], size - 1)
-            # Messages of an all-gather are as long as the longest.
-            rest = max(piece.size for piece in pieces) - pieces[rank].size
-            kind = next(iter(self.elements))
-            wire[kind] = wire.get(kind, 0) + rest * (size - 1)
+            # Messages of an all-gather are as long as the longest; what fills up this one counts
+            # for its kinds by their bytes.
+            mine = pieces[rank]
+            rest = (max(piece.size for piece in pieces) - mine.size) * (size - 1)
+            done = given = 0
+            for part in mine.parts:
+                done += part.size
+                upto = rest * done // mine.size
+                wire[part.kind] += upto - given
+                given = upto
+            if not mine.parts:
+                wire[next(iter(self.elements))] = rest
         return wire
 
 

@@ -41,6 +41,7 @@ def data_parallel_hooks(
             exclude=frozenset(settings.exclude),
             min_bytes=settings.min_bytes,
             start_step=settings.start_step,
+            local=isinstance(part, Gradients) and part.rounds is not None,
         )
 
     inside = settings.gradients.inside_node()
@@ -48,11 +49,12 @@ def data_parallel_hooks(
     return DataParallelHooks(
         gradients=stream(GRADIENTS, settings.gradients),
         weights=stream(WEIGHTS, settings.weights),
-        difference=settings.weights.difference,
+        difference=settings.weights.difference is not False,
         inside_node=None if inside is None else compressors.build("block_integer", **inside),
         ranks_per_node=settings.gradients.ranks_per_node,
         seed=seed,
         make_method=maker(*settings.gradients.build(), seed) if by_method else None,
+        local_steps=settings.gradients.rounds,
         counter=lambda role, collective: counters[Flow(role, collective)],
     )
 
@@ -79,7 +81,7 @@ def data_parallel_checks(
             expected=expected_flows(stream, distributed_optimizer=distributed_optimizer),
             start_step=settings.start_step,
             min_bytes=settings.min_bytes,
-            plain_passes=False,
+            plain_passes=settings.mode == "auto",
             section="compression.data_parallel",
             after_updates=stream.role == WEIGHTS,
         )

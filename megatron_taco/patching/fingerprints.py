@@ -1,8 +1,9 @@
-"""Source fingerprints of Megatron's functions and classes, computed without importing them.
+"""Source fingerprints of the functions and classes we rely on, computed without importing them.
 
 A fingerprint is the SHA-256 of a definition's syntax tree with comments, blank lines, line breaks
 and docstrings left out, so that only code counts. `fingerprints.json` holds the ones seen in each
-megatron-core release; `scripts/update_fingerprints.py` writes it from unpacked wheels.
+megatron-core release, `fingerprints_te.json` those of Transformer Engine;
+`scripts/update_fingerprints.py` writes them from unpacked wheels.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Final
+
+from megatron_taco.patching.target import MEGATRON, TRANSFORMER_ENGINE
+
+FILES: Final = {MEGATRON: "fingerprints.json", TRANSFORMER_ENGINE: "fingerprints_te.json"}
+"""The file that holds a package's fingerprints."""
 
 type Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -165,7 +172,7 @@ class Known:
     """The fingerprints seen in released versions.
 
     Attributes:
-        versions: The megatron-core versions that were read, oldest first.
+        versions: The releases that were read, oldest first.
         objects: `module:dotted` -> fingerprint -> versions that had it.
     """
 
@@ -196,7 +203,11 @@ class Known:
 
 
 @functools.cache
-def known() -> Known:
-    """Return the fingerprints that this package was released with."""
-    text = resources.files(__package__).joinpath("fingerprints.json").read_text(encoding="utf-8")
+def known(package: str = MEGATRON) -> Known:
+    """Return the fingerprints that this package was released with.
+
+    Args:
+        package: Whose; a key of `FILES`.
+    """
+    text = resources.files(__package__).joinpath(FILES[package]).read_text(encoding="utf-8")
     return Known.from_json(text)

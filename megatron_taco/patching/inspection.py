@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from importlib import util
+from importlib import metadata, util
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from megatron_taco.patching.fingerprints import Known, SourceFiles
-from megatron_taco.patching.targets import Target
+from megatron_taco.patching.target import DISTRIBUTIONS, MEGATRON, Target
 
 Status = Literal["ok", "changed", "missing", "unsupported"]
 
@@ -30,8 +30,8 @@ class Finding:
         target: The target that was looked at.
         status: `ok`; `unsupported` (version), `missing` (no such file or name), `changed` (source
             not known).
-        file: The file's path relative to the folder that holds `megatron`.
-        version: The megatron-core version found, or None.
+        file: The file's path relative to the folder that holds the package.
+        version: The version found, or None.
         fingerprints: Dotted object -> its fingerprint as found (None where it does not exist).
         like: The release whose code this is: the version itself, or the newest of those that have
             all of the same fingerprints; None where there is none.
@@ -84,6 +84,35 @@ def megatron_version(root: Path) -> str | None:
         return None
 
 
+def package_root(package: str) -> Path | None:
+    """Return the folder that holds a package which targets are in, or None where there is none."""
+    if package == MEGATRON:
+        return megatron_root()
+    spec = util.find_spec(package)
+    return Path(spec.origin).parent.parent if spec is not None and spec.origin else None
+
+
+def package_version(package: str, root: Path | None) -> str | None:
+    """Return a package's version, or None.
+
+    Args:
+        package: ``megatron`` or ``transformer_engine``.
+        root: The folder that holds it. What pip noted there comes before what it noted elsewhere.
+    """
+    if root is None:
+        return None
+    if package == MEGATRON:
+        return megatron_version(root)
+    name = DISTRIBUTIONS[package]
+    here = next(iter(metadata.distributions(name=name, path=[str(root)])), None)
+    if here is not None:
+        return here.version
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def inspect_target(
     target: Target, path: Path | None, version: str | None, known: Known, files: SourceFiles
 ) -> Finding:
@@ -92,13 +121,13 @@ def inspect_target(
     Args:
         target: The target.
         path: The file of `target.module`, or None where it was not found.
-        version: The megatron-core version found, or None where it could not be told.
+        version: The version found, or None where it could not be told.
         known: Fingerprints to accept. A version that is in none of them is accepted when its code
             is that of one which is.
         files: Reads the source.
 
     Returns:
-        The finding; nothing is raised for what Megatron looks like.
+        The finding; nothing is raised for what the package looks like.
     """
     package = path is not None and path.name == "__init__.py"
 
@@ -119,9 +148,10 @@ def inspect_target(
         )
 
     if version is None:
-        return finding("missing", "megatron-core was not found")
+        return finding("missing", f"{target.distribution} was not found")
     if not SpecifierSet(target.versions).contains(version, prereleases=True):
-        return finding("unsupported", f"megatron-core {version} is not in {target.versions}")
+        detail = f"{target.distribution} {version} is not in {target.versions}"
+        return finding("unsupported", detail)
     if path is None or not path.is_file():
         return finding("missing", "the file does not exist")
     try:
@@ -130,6 +160,7 @@ def inspect_target(
         return finding("missing", f"the file cannot be parsed: {error}")
     fingerprints = {name: source.fingerprint(name) for name in target.fingerprinted}
     absent = [name for name, digest in fingerprints.items() if digest is None]
+    fingerprints |= {name: digest for name in target.also if (digest := source.fingerprint(name))}
     if not source.find(target.attribute):
         absent.insert(0, target.attribute)
     if absent:
@@ -159,10 +190,12 @@ def module_path(root: Path, module: str) -> Path | None:
     return None
 
 
-def inspect_all(targets: tuple[Target, ...], known: Known) -> list[Finding]:
-    """Compare every target with the installed Megatron, in table order."""
-    root = megatron_root()
-    version = megatron_version(root) if root else None
+def inspect_all(
+    targets: tuple[Target, ...], known: Known, package: str = MEGATRON
+) -> list[Finding]:
+    """Compare every target with the installed package, in table order."""
+    root = package_root(package)
+    version = package_version(package, root)
     files = SourceFiles()
     return [
         inspect_target(

@@ -33,6 +33,8 @@ class LoopHooks:
         begin_step: called with the step, counted from 0, before each training step.
         begin_evaluation: called with the steps done before each evaluation.
         checks: told about each executed step; None where nothing is compressed.
+        see_optimizer: called with Megatron's optimiser before ``begin_step``.
+        end_step: called with the step after each training step.
     """
 
     def __init__(
@@ -41,24 +43,34 @@ class LoopHooks:
         begin_step: StepListener,
         begin_evaluation: StepListener,
         checks: Sequence[FlowCheck | None],
+        see_optimizer: Callable[[Any], None] | None = None,
+        end_step: StepListener | None = None,
     ) -> None:
         self._reporter = reporter
         self._begin_step = begin_step
         self._begin_evaluation = begin_evaluation
         self._checks = [check for check in checks if check is not None]
+        self._see_optimizer = see_optimizer
+        self._end_step = end_step
         self._label = "validation"
         self._iteration = 0
 
     def _train_step(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
         from megatron.training import get_args
 
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
         def train_step(*args: Any, **kwargs: Any) -> Any:
             hit()
             step = get_args().curr_iteration
+            if self._see_optimizer is not None:
+                self._see_optimizer(signature.bind(*args, **kwargs).arguments["optimizer"])
             self._begin_step(step)
             start = time.perf_counter()
             result = original(*args, **kwargs)
+            if self._end_step is not None:
+                self._end_step(step)
             self._reporter.add_step_time(time.perf_counter() - start)
             for check in self._checks:
                 check.step_done(step, skipped=bool(result[_SKIPPED]))

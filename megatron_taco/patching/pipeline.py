@@ -4,7 +4,8 @@ GPTModel.__init__            -> ChunkBoundaries joins the chunk          (bounda
 P2PCommunicator._communicate -> messages instead of activations          (boundary_wire)
 checkpoint                   -> recomputed layers find their token ids   (token_ids)
 finalize_model_grads         -> projectors' gradients, whole             (boundary_gradients)
-get_megatron_optimizer       -> one more optimiser in the chain          (boundary_optimizer)
+get_megatron_optimizer       -> anchors begin as the embedding           (boundary_start)
+                                one more optimiser in the chain          (boundary_optimizer)
 
 Each line is a place in Megatron, what happens there, and the module that does it.
 """
@@ -12,18 +13,23 @@ Each line is a place in Megatron, what happens there, and the module that does i
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_taco.boundaries import Boundary, BoundarySettings, QuantizerSettings
-from megatron_taco.config.pipeline_parallel import PipelineParallel
+from megatron_taco.boundaries.subspace import Subspace
+from megatron_taco.config.pipeline_parallel import LEARNED, PipelineParallel
 from megatron_taco.patching.boundary_agreement import check_agreement
-from megatron_taco.patching.boundary_chunk import ChunkBoundaries
+from megatron_taco.patching.boundary_chunk import ANCHOR_MARK, ChunkBoundaries
+from megatron_taco.patching.boundary_errors import BoundaryErrors, with_errors
 from megatron_taco.patching.boundary_gradients import (
     EXCHANGE,
     Groups,
+    summed_pulls,
     summed_statistics,
     whole_gradients,
 )
@@ -31,14 +37,21 @@ from megatron_taco.patching.boundary_layout import resolve_depths, span, stage_c
 from megatron_taco.patching.boundary_message import MessageForm
 from megatron_taco.patching.boundary_report import angles, step_figures
 from megatron_taco.patching.boundary_saved import check_saved
+from megatron_taco.patching.boundary_start import start_anchors
 from megatron_taco.patching.boundary_wire import BACKWARD, FORWARD, Wire
 from megatron_taco.patching.errors import BoundaryError
 from megatron_taco.patching.registry import Registry
+from megatron_taco.patching.subspace_model import (
+    Constrained,
+    constrain,
+    constrained,
+    level_moments,
+)
 from megatron_taco.patching.token_ids import TokenIds
+from megatron_taco.telemetry.costs import Cost
 from megatron_taco.telemetry.counters import Counters, Flow
 
 OWNER = "compression.pipeline_parallel"
-LEARNED = ("mapl", "learned_unconstrained")
 
 Hit = Callable[[], None]
 
@@ -68,6 +81,7 @@ class PipelineHooks:
         counters: count what is sent.
 
     Attributes:
+        cost: what the axis costs this rank.
         chunks: the model chunks of this process that have boundaries.
         optimizer: ends the boundaries' steps, once Megatron has made its optimisers.
         note: told now and then how far projectors have moved, see ``boundary_report.angles``.
@@ -77,8 +91,12 @@ class PipelineHooks:
         self._settings, self._counters = settings, counters
         self._ids = TokenIds()
         self._form = MessageForm(None)
-        self._wire = Wire(lambda: self._form, counters, self._end)
+        self.cost = Cost(OWNER, state=self._state_bytes)
+        self._wire = Wire(lambda: self._form, counters, self._end, self.cost)
+        self._errors = BoundaryErrors()
         self.chunks: list[ChunkBoundaries] = []
+        self._models: list[Any] = []
+        self._constrained: list[Constrained] = []
         self.optimizer: Any = None
         self._steps = 0
         self._checked = 0
@@ -91,6 +109,24 @@ class PipelineHooks:
         for chunk in self.chunks:
             found |= chunk.boundaries
         return dict(sorted(found.items()))
+
+    @property
+    def sampling(self) -> bool:
+        """Whether errors are sampled in the step that runs."""
+        return self._errors.sampling
+
+    @sampling.setter
+    def sampling(self, on: bool) -> None:
+        self._errors.sampling = self._wire.sampling = on
+
+    def _sample(self, boundary: Boundary, x: Tensor, ids: Tensor | None) -> None:
+        if self._errors.sampling:
+            self._errors.sample(boundary, x, ids, self._counters[FORWARD])
+
+    def _state_bytes(self) -> int:
+        """Bytes of projectors, anchors and codebooks with their momenta and statistics."""
+        tensors = [t for c in self.chunks for t in (*c.parameters(), *c.buffers())]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def model_built(self, model: Any) -> None:
         """Give a new ``GPTModel`` its boundaries; a listener of ``ModelInit``.
@@ -117,10 +153,15 @@ class PipelineHooks:
             self._ids,
             model.pg_collection.tp,
             config.sequence_parallel,
+            self._sample,
+            self.cost,
             first_of_stage=not self.chunks,
         )
         chunk.attach(model)
         self.chunks.append(chunk)
+        self._models.append(model)
+        if settings.kind == Subspace.kind:
+            self._constrained += constrained(model, depths)
 
     @staticmethod
     def _check_saved(depths: tuple[int, ...]) -> None:
@@ -133,6 +174,11 @@ class PipelineHooks:
             return
         check_saved(args, depths)
 
+    @property
+    def settings(self) -> BoundarySettings:
+        """Settings of the boundaries of the model that was built."""
+        return self.chunks[0].chain.settings
+
     def _boundary_settings(self, hidden: int, vocab: int) -> BoundarySettings:
         settings = self._settings
         there, back = settings.quantizer.forward, settings.quantizer.backward
@@ -143,8 +189,10 @@ class PipelineHooks:
                 rank=settings.resolved_rank(),
                 vocab=vocab,
                 anchors=settings.resolved_anchors(),
-                seed=settings.seed,
-                beta=settings.beta,
+                seed=settings.resolved_seed(),
+                beta=settings.resolved_beta(),
+                move_every=settings.resolved_move_every(),
+                move_length=settings.resolved_move_length(),
                 forward=QuantizerSettings(there.kind, there.options()),
                 backward=QuantizerSettings(back.kind, back.options()),
             )
@@ -174,10 +222,11 @@ class PipelineHooks:
             result = original(model, num_tokens, *args, **kwargs)
             if self.optimizer is not None:
                 config = self._config_of(model[0])
-                groups = self._groups(config, kwargs.get("pg_collection"))
+                groups = self.groups(config, kwargs.get("pg_collection"))
                 # The original leaves the global batch's number of tokens in num_tokens.
-                with torch.no_grad():
+                with torch.no_grad(), self.cost.timed():
                     gradients = whole_gradients(self.boundaries, groups, num_tokens, self._counters)
+                    gradients |= summed_pulls(self.boundaries, groups)
                     statistics = summed_statistics(self.boundaries, groups)
                 self.optimizer.accept(gradients, statistics)
             return result
@@ -191,7 +240,13 @@ class PipelineHooks:
         return get_model_config(model)
 
     @staticmethod
-    def _groups(config: Any, collection: Any) -> Groups:
+    def groups(config: Any, collection: Any) -> Groups:
+        """Where projectors' gradients have their parts.
+
+        Args:
+            config: Megatron's ``TransformerConfig``.
+            collection: its process groups; None for those of its ``parallel_state``.
+        """
         from megatron.core.process_groups_config import ProcessGroupCollection
 
         if collection is None:
@@ -205,14 +260,51 @@ class PipelineHooks:
         return Groups(tuple(replicas), scale, collection.pp)
 
     def _get_optimizer(self, original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
-        def get_megatron_optimizer(config: Any, *args: Any, **kwargs: Any) -> Any:
+        def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
             hit()
-            chain = original(config, *args, **kwargs)
+            given = signature.bind(*args, **kwargs)
+            config = given.arguments["config"]
+            self._start()
+            overrides = given.arguments.get("config_overrides")
+            given.arguments["config_overrides"] = self._overrides(config, overrides)
+            chain = original(*given.args, **given.kwargs)
             self._join(config, chain)
             return chain
 
         return get_megatron_optimizer
+
+    def _start(self) -> None:
+        """Set what depends on the weights, before the optimiser makes its masters of them."""
+        with torch.no_grad():
+            model = self._models[0]
+            start_anchors(
+                [chunk.chain for chunk in self.chunks],
+                model.embedding.word_embeddings.weight if model.pre_process else None,
+                model.pg_collection.tp,
+                model.pg_collection.pp,
+            )
+            self._constrain()
+
+    @staticmethod
+    def _overrides(config: Any, overrides: Any) -> dict[Any, Any]:
+        """Megatron's rules by parameter, and one that no anchor's table decays."""
+        from megatron.core.optimizer import get_standard_config_overrides
+        from megatron.core.optimizer.optimizer_config import ParamKey
+
+        rules = dict(get_standard_config_overrides(config) if overrides is None else overrides)
+        rules[ParamKey(attr=ANCHOR_MARK)] = {"wd_mult": 0.0}
+        return rules
+
+    def _constrain(self) -> None:
+        """Put a subspace network's weights back into its subspace."""
+        subspaces = [each for each in self.boundaries.values() if isinstance(each, Subspace)]
+        if subspaces:
+            constrain(self._constrained, subspaces[0])
+            if self.optimizer is not None:
+                level_moments(self._constrained, subspaces[0], self.optimizer.others)
 
     def _join(self, config: Any, chain: Any) -> None:
         from megatron.core import parallel_state
@@ -223,15 +315,17 @@ class PipelineHooks:
             config,
             getattr(chain, "chained_optimizers", [chain]),
             self.boundaries,
-            self._settings.lr,
+            self._settings.resolved_lr(),
             parallel_state.get_model_parallel_group(),
             self._stepped,
+            self.cost,
         )
         chained(chain, self.optimizer)
 
     def _stepped(self) -> None:
+        self._constrain()
         self._steps += 1
-        every = self._settings.check_every
+        every = self._settings.resolved_check_every()
         if every and self._steps % every == 0:
             self.check()
 
@@ -258,11 +352,12 @@ class PipelineHooks:
         """The entry of a logged step; a collective call."""
         reports = {} if self.optimizer is None else self.optimizer.reports
         found = step_figures(self.boundaries, reports, self._depths)
+        found = with_errors(found, self._errors.take(len(self._depths)), self._depths)
         return {"boundaries": found} if found else {}
 
     def finish(self) -> None:
         """After training: the comparison that a run owes for its last steps."""
-        if self._settings.check_every and self._checked < self._steps:
+        if self._settings.resolved_check_every() and self._checked < self._steps:
             self.check()
 
     def claim(self, registry: Registry) -> None:

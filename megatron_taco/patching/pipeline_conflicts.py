@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_taco.config.megatron_section import whole
+from megatron_taco.config.pipeline_parallel import SUBSPACE
+from megatron_taco.patching import subspace_conflicts
 
 if TYPE_CHECKING:
     from megatron_taco.config import Config, Settings
 
 _SECTION = "compression.pipeline_parallel"
+_DEPTHS = f"{_SECTION}.after_layers"
+_FORWARD = f"{_SECTION}.quantizer.forward"
+_TAH_TILE = 64
 _GRAPHS = "a captured graph freezes which boundary's message is sent and which token ids it has"
 _FSDP = "its parameters and optimisers are other code, which no target of ours reaches"
 _REFUSED = {
@@ -32,9 +38,39 @@ def check(config: Config) -> list[str]:
     """
     if not config.compression.pipeline_parallel.enabled:
         return []
-    sizes = config.model.num_layers, config.model.hidden_size
-    problems = _problems(config, config.megatron, *sizes)
-    return [f"{config.where(key)}: {key}: {text}" for key, text in problems]
+    architecture = config.model.arguments()
+    found = []
+    for key, text in _problems(config, {**architecture, **config.megatron}):
+        section, _, name = key.partition(".")
+        of_model = section == "megatron" and name in type(config.model).model_fields
+        if of_model and name not in config.megatron:
+            text = text.replace(key, f"model.{name}")
+            key = f"model.{name}"
+        found.append(f"{config.where(key)}: {key}: {text}")
+    return found
+
+
+def check_stages(config: Settings, args: Namespace) -> list[str]:
+    """Return why boundaries do not fit the stages that Megatron makes of the layers.
+
+    Args:
+        config: The configuration.
+        args: Megatron's arguments, validated.
+    """
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    from megatron_taco.patching.boundary_layout import resolve_depths, stage_cuts
+    from megatron_taco.patching.errors import BoundaryError
+
+    settings = config.compression.pipeline_parallel
+    if not settings.enabled:
+        return []
+    transformer = core_transformer_config_from_args(args)
+    try:
+        resolve_depths(settings.after_layers, stage_cuts(transformer), args.num_layers)
+    except BoundaryError as error:
+        return [f"{config.where(_DEPTHS)}: {error}"]
+    return []
 
 
 def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[str]:
@@ -42,22 +78,51 @@ def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[st
 
     Args:
         settings: What the script is to run with.
-        arguments: Megatron's arguments by their own names.
+        arguments: Megatron's validated arguments by their own names.
     """
     if not settings.compression.pipeline_parallel.enabled:
         return []
-    sizes = whole(arguments.get("num_layers")), whole(arguments.get("hidden_size"))
-    problems = _problems(settings, arguments, *sizes)
+    found = []
+    for key, text in _problems(settings, arguments):
+        ours = key.startswith("compression.")
+        where = settings.where(key if ours else f"{_SECTION}.mode")
+        line = f"{where}: {key}: {text}" if ours else f"{key}: {text} ({where})"
+        found.append(
+            re.sub(r"\bmegatron\.(\w+)", lambda name: "--" + name[1].replace("_", "-"), line)
+        )
+    return found
+
+
+def notes(settings: Settings, train_iters: int | None) -> list[str]:
+    """Return what a run will not do though the file seems to say so, one line each.
+
+    Args:
+        settings: The configuration.
+        train_iters: Steps of the run, if known.
+    """
+    parallel = settings.compression.pipeline_parallel
+    forward = parallel.quantizer.forward
+    if not parallel.enabled or forward.kind != "rvq" or train_iters is None:
+        return []
+    warmup = _rvq(forward.options()).warmup_steps
+    if warmup < train_iters:
+        return []
+    key = f"{_FORWARD}.warmup_steps"
     return [
-        re.sub(r"\bmegatron\.(\w+)", lambda name: "--" + name[1].replace("_", "-"), text)
-        for text in (f"{key}: {text}" for key, text in problems)
+        f"{settings.where(key)}: {key}: {warmup} in a run of {train_iters} steps: its messages are "
+        "never quantised, since codebooks come into force after the warm-up"
     ]
 
 
-def _problems(
-    config: Settings, megatron: Mapping[str, Any], layers: int | None, hidden: int | None
-) -> Iterator[tuple[str, str]]:
+def _rvq(options: Mapping[str, Any]) -> Any:
+    from megatron_taco.boundaries import RvqSettings
+
+    return RvqSettings(**options)
+
+
+def _problems(config: Settings, megatron: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     settings = config.compression.pipeline_parallel
+    layers, hidden = whole(megatron.get("num_layers")), whole(megatron.get("hidden_size"))
     for name, (reason, change) in _REFUSED.items():
         value: Any = megatron.get(name)
         if value not in (None, False, "none"):
@@ -77,13 +142,33 @@ def _problems(
     outside = [depth for depth in depths if layers is not None and depth >= layers]
     if outside and layers is not None:
         yield (
-            f"{_SECTION}.after_layers",
+            _DEPTHS,
             f"{outside} with {layers} layers; allowed: depths from 1 to {layers - 1}",
         )
-    if hidden is not None and settings.resolved_rank() > hidden:
-        found = settings.resolved_rank()
-        default = " (the default)" if settings.rank is None else ""
+    if hidden is not None:
+        yield from _sizes(config, hidden)
+    if settings.boundary == SUBSPACE:
+        for name, text in subspace_conflicts.problems(megatron):
+            yield f"megatron.{name}", text
+
+
+def _sizes(config: Settings, hidden: int) -> Iterator[tuple[str, str]]:
+    settings = config.compression.pipeline_parallel
+    rank = settings.resolved_rank()
+    default = " (the default)" if settings.rank is None else ""
+    if rank > hidden:
         yield (
             f"{_SECTION}.rank",
-            f"{found}{default} with a hidden size of {hidden}; allowed: 1 to {hidden}",
+            f"{rank}{default} with a hidden size of {hidden}; allowed: 1 to {hidden}",
         )
+    if settings.boundary == "tah_quant" and hidden % _TAH_TILE:
+        yield (
+            f"{_SECTION}.boundary",
+            f"tah_quant with a hidden size of {hidden}; its tiles need a multiple of {_TAH_TILE}",
+        )
+    forward = settings.quantizer.forward
+    if forward.kind == "rvq" and rank:
+        try:
+            _rvq(forward.options()).group_count(rank)
+        except ValueError as error:
+            yield _FORWARD, f"{error}; the rank is {rank}{default}"

@@ -10,17 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from rich.table import Table
 
 from megatron_taco.collectives import measure
-from megatron_taco.collectives.policy import Fact, Measured, Policy
+from megatron_taco.collectives.policy import Measured
 from megatron_taco.collectives.router import Message, Router
 from megatron_taco.config.tensor_parallel import TensorParallel
-from megatron_taco.patching import stored_policy
+from megatron_taco.patching.choice import choose
 from megatron_taco.patching.errors import PatchError
-from megatron_taco.patching.policy_table import explanations, policy_table
 from megatron_taco.patching.run_facts import Messages, current_device, facts
 from megatron_taco.patching.warm_up import compile_kernels
 from megatron_taco.telemetry.counters import Flow
@@ -100,55 +97,22 @@ class Preparation:
         messages: Messages,
         group: Any,
     ) -> None:
-        now = facts(args, self._settings, messages)
-        policy, remark = self._stored(args, now)
-        if remark:
-            self._say(remark)
-        if policy is None:
-            policy = Policy(tuple(self._measure(collectives, messages, group)), now)
-            if policy.measured:
-                self._show(policy_table(policy, "What the links take (medians, slowest rank)"))
-            for line in explanations(policy):
-                self._say(line)
+        policy = choose(
+            args,
+            facts(args, self._settings, messages),
+            lambda: self._measure(collectives, messages, group),
+            say=self._say,
+            show=self._show,
+            file=self._policy_file,
+        )
         self._router.policy = policy
-        stored_policy.keep(policy, args)
-        if dist.get_rank() == 0 and self._policy_file is not None:
-            policy.save(self._policy_file)
         if policy.all_plain:
             self._say("policy: every message goes plain; training goes on uncompressed")
-
-    @staticmethod
-    def _stored(args: argparse.Namespace, now: dict[str, Fact]) -> tuple[Policy | None, str | None]:
-        """The policy of the checkpoint, if it holds for this run, and what is to be said.
-
-        Rank 0 reads it and tells the others, so that all ranks have the same.
-        """
-        folder = stored_policy.resumed_from(args)
-        if folder is None:
-            return None, None
-        said: list[Any] = [None]
-        if dist.get_rank() == 0:
-            stored, why = stored_policy.read(folder)
-            if stored is None:
-                said = [(None, f"policy measured anew: {why}")]
-            elif changed := stored.differences(now):
-                said = [
-                    (
-                        None,
-                        f"policy measured anew: {', '.join(changed)}; this run is not "
-                        "bit-comparable with the one it resumes",
-                    )
-                ]
-            else:
-                said = [(stored.to_dict(), "policy: as in the checkpoint, not measured again")]
-        dist.broadcast_object_list(said, src=0, device=current_device())
-        record, remark = said[0]
-        return None if record is None else Policy.from_dict(record), remark
 
     def _measure(
         self, collectives: Sequence[str], messages: Messages, group: Any
     ) -> list[Measured]:
-        """Measure every flow's message; rank 0 decides for all."""
+        """Measure every flow's message."""
         device, router = current_device(), self._router
         nbytes = messages.training * messages.dtype.itemsize
         if nbytes < router.min_bytes:
@@ -184,10 +148,4 @@ class Preparation:
                     compressed_s=compressed_s,
                 ).decided()
             )
-        return self._as_rank_0(found, device)
-
-    @staticmethod
-    def _as_rank_0(found: list[Measured], device: torch.device) -> list[Measured]:
-        said: list[Any] = [Policy(tuple(found), {}).to_dict()]
-        dist.broadcast_object_list(said, src=0, device=device)
-        return list(Policy.from_dict(said[0]).measured)
+        return found

@@ -1,4 +1,4 @@
-"""The registry of replacements inside Megatron: collect claims, check them all, apply, undo.
+"""The registry of replacements inside Megatron and Transformer Engine: claim, check, apply, undo.
 
 Use::
 
@@ -27,7 +27,7 @@ from typing import Any, Self
 from megatron_taco.patching import checks, errors, targets
 from megatron_taco.patching.attributes import MISSING, Slot
 from megatron_taco.patching.fingerprints import Known, SourceFiles, known
-from megatron_taco.patching.inspection import megatron_root, megatron_version
+from megatron_taco.patching.inspection import package_root, package_version
 from megatron_taco.patching.targets import Target
 
 Hit = Callable[[], None]
@@ -125,14 +125,14 @@ class Registry:
 
     def __init__(
         self,
-        known_sources: Callable[[], Known] = known,
-        version: Callable[[], str | None] | None = None,
+        known_sources: Callable[[str], Known] = known,
+        version: Callable[[str], str | None] | None = None,
     ) -> None:
         """Make an empty registry.
 
         Args:
-            known_sources: Gives the fingerprints to accept.
-            version: Gives the megatron-core version; by default that of the installed files.
+            known_sources: Gives the fingerprints to accept in a package.
+            version: Gives a package's version; by default that of the installed files.
         """
         self._known = known_sources
         self._version = version or _installed_version
@@ -211,9 +211,17 @@ class Registry:
     def _prepare(self, pending: list[Claim]) -> list[_Change]:
         """Check everything and build every new object; changes nothing of Megatron."""
         modules = [checks.load(claim.target) for claim in pending]
-        version, sources, files = self._version(), self._known(), SourceFiles()
+        packages = {claim.target.package for claim in pending}
+        versions = {package: self._version(package) for package in packages}
+        files = SourceFiles()
         slots = [
-            checks.check(claim.target, module, version, sources, files)
+            checks.check(
+                claim.target,
+                module,
+                versions[claim.target.package],
+                self._known(claim.target.package),
+                files,
+            )
             for claim, module in zip(pending, modules, strict=True)
         ]
         changes = []
@@ -269,9 +277,8 @@ class Registry:
         self._applied = [other for other in self._applied if other is not claim]
 
 
-def _installed_version() -> str | None:
-    root = megatron_root()
-    return megatron_version(root) if root else None
+def _installed_version(package: str) -> str | None:
+    return package_version(package, package_root(package))
 
 
 def _defined_in(thing: Any, module: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a run's tensor-parallel messages are, and what a policy for them depends on."""
+"""What a run's messages are, and what a policy for them depends on."""
 
 from __future__ import annotations
 
@@ -62,12 +62,22 @@ def facts(
         settings: the section ``compression.tensor_parallel``.
         messages: the messages of the run.
     """
-    device = current_device()
-    found: dict[str, Fact] = {name: getattr(args, name) for name in _SIZES}
+    found = machine(args)
     for key, value in settings.plain().items():
         if key not in _NOT_OF_A_POLICY:
             found[f"compression.tensor_parallel.{key}"] = value
     found["message_elements"] = messages.training
     found["message_dtype"] = str(messages.dtype).removeprefix("torch.")
+    return found
+
+
+def machine(args: argparse.Namespace) -> dict[str, Fact]:
+    """The parallel sizes of a run and its kind of device.
+
+    Args:
+        args: Megatron's arguments.
+    """
+    device = current_device()
+    found: dict[str, Fact] = {name: getattr(args, name) for name in _SIZES}
     found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -10,8 +11,10 @@ from typing import IO, Any, Protocol
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Settings
-from megatron_taco.patching import data_flows, tensor
+from megatron_taco.patching import data_flows, pipeline_conflicts, tensor
+from megatron_taco.patching.data_local import LocalSteps
 from megatron_taco.patching.data_memory import GradientMemory
+from megatron_taco.patching.data_policy import BucketPolicy
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks, StepListener
@@ -24,6 +27,7 @@ from megatron_taco.patching.pipeline_session import (
 )
 from megatron_taco.patching.preparation import Preparation
 from megatron_taco.patching.registry import Applied, Registry
+from megatron_taco.patching.transformer_engine import TransformerEngineHooks, check_model
 from megatron_taco.telemetry.costs import Cost
 from megatron_taco.telemetry.counters import Counters, Flow
 from megatron_taco.telemetry.reporter import Reporter
@@ -50,8 +54,14 @@ def tensor_parallel_router(
     )
 
 
+DATA_POLICY = "data-policy.json"
+"""Where the policy of the data-parallel axis is kept, beside that of the tensor-parallel one."""
+
+
 class PipelineAxis(Protocol):
     """What a session needs of its pipeline boundaries; see :class:`pipeline.PipelineHooks`."""
+
+    sampling: bool
 
     def model_built(self, model: Any) -> None:
         """Give a new ``GPTModel`` its boundaries."""
@@ -66,8 +76,15 @@ class PipelineAxis(Protocol):
 class DataAxis(Protocol):
     """What a session needs of its data-parallel hooks; see :class:`data.DataParallelHooks`."""
 
-    step: int
-    sampling: bool
+    @property
+    def local(self) -> LocalSteps | None:
+        """The local steps of replicas, where they take any."""
+
+    def begin_step(self, step: int, sampling: bool) -> None:
+        """Before a training step, counted from 0; ``sampling`` if errors are sampled in it."""
+
+    def end_step(self, step: int) -> None:
+        """After a step of replicas that step apart."""
 
     def claim(self, registry: Registry) -> None:
         """Claim all targets."""
@@ -92,6 +109,8 @@ class Session:
         stages: pipeline-parallel size.
         knows_messages: whether Megatron's arguments are there, as in any loop of
             ``megatron.training``; ``auto`` needs them.
+        transformer_engine: whether layers may be Transformer Engine's.
+        quantised_gathers: whether Transformer Engine gathers FP8 or FP4 between them.
 
     Attributes:
         boundaries: the pipeline's hooks, or None; a program that measures sets its own before
@@ -115,6 +134,8 @@ class Session:
         policy_file: Path | None = None,
         stages: int = 1,
         knows_messages: bool = True,
+        transformer_engine: bool = False,
+        quantised_gathers: bool = False,
     ) -> None:
         settings = config.compression.tensor_parallel
         compressing = settings.enabled
@@ -133,10 +154,9 @@ class Session:
             log_interval=log_interval,
             extra=None if boundaries is None else boundaries.figures,
         )
+        self._config, self._knows_messages = config, knows_messages
         self.costs: list[Cost] = []
         self._steps = 0
-        if boundaries is not None:
-            boundaries.note = self._note_angles
         self._applied: Applied | None = None
         self._registry: Registry | None = None
         self.router: Router | None = None
@@ -151,6 +171,7 @@ class Session:
                 sequence_parallel=sequence_parallel,
                 learned_positions=learned_positions,
                 router=router,
+                quantised_gathers=quantised_gathers,
             )
             self.check = FlowCheck(
                 totals=self.reporter.totals,
@@ -169,9 +190,22 @@ class Session:
                 show=self.reporter.show,
                 knows_messages=knows_messages,
             )
+        if boundaries is not None:
+            boundaries.note = self._note_angles
+            self.costs.append(boundaries.cost)
         data_parallel = data_parallel_hooks(config, self.counters, seed)
         self.data_parallel: DataAxis | None = data_parallel
         self.axis_checks = pipeline_checks(config, totals=self.reporter.totals, stages=stages)
+        self._bucket_policy: BucketPolicy | None = None
+        if data_parallel is not None and data_settings.mode == "auto":
+            self._bucket_policy = BucketPolicy(
+                data_parallel,
+                data_settings,
+                distributed_optimizer=distributed_optimizer,
+                file=policy_file and policy_file.with_name(DATA_POLICY),
+                say=self.reporter.say,
+                show=self.reporter.show,
+            )
         self._memory: GradientMemory | None = None
         if data_parallel is not None and data_settings.gradients.method is not None:
             self._memory = GradientMemory(
@@ -190,6 +224,7 @@ class Session:
             )
         self.current_step: int | None = None
         self._step_listeners = tuple(step_listeners)
+        self._transformer_engine = transformer_engine
         self._forward_chunks = config.compression.tensor_parallel.forward_chunks
         self._error_every = config.telemetry.error_every
 
@@ -202,6 +237,10 @@ class Session:
             if step:
                 self.reporter.resumed(step)
             self._prepare()
+            if self._bucket_policy is not None:
+                self._bucket_policy.run()
+            for line in self._warnings():
+                self.reporter.say(f"warning: {line}")
             if self._memory is not None:
                 from megatron.training import get_args
 
@@ -212,11 +251,20 @@ class Session:
         if self.router is not None:
             self.router.step = step
             self.router.sampling = sampling
+        if self.boundaries is not None:
+            self.boundaries.sampling = sampling
         if self.data_parallel is not None:
-            self.data_parallel.step = step
-            self.data_parallel.sampling = sampling
+            self.data_parallel.begin_step(step, sampling)
         for listener in self._step_listeners:
             listener(step)
+
+    def _warnings(self) -> list[str]:
+        """What this run will not do though its configuration seems to say so."""
+        if self.boundaries is None or not self._knows_messages:
+            return []
+        from megatron.training import get_args
+
+        return pipeline_conflicts.notes(self._config, get_args().train_iters)
 
     def _begin_evaluation(self, done: int) -> None:
         self._prepare()
@@ -246,8 +294,12 @@ class Session:
         """Claim and apply all hooks; raises a ``PatchError`` before anything is changed."""
         listeners: list[Listener] = []
         if self.router is not None:
-            tensor.TensorParallelHooks(self.router, self._forward_chunks).claim(registry)
+            hooks = tensor.TensorParallelHooks(self.router, self._forward_chunks)
+            hooks.claim(registry)
             listeners.append(tensor.TensorParallelHooks.model_built)
+            if self._transformer_engine:
+                TransformerEngineHooks(hooks).claim(registry)
+            listeners.append(functools.partial(check_model, hooked=self._transformer_engine))
         if self.boundaries is not None:
             self.boundaries.claim(registry)
             listeners.append(self.boundaries.model_built)
@@ -257,8 +309,15 @@ class Session:
             self.data_parallel.claim(registry)
         if self._memory is not None:
             self._memory.claim(registry)
+        axis = self.data_parallel
+        local = None if axis is None else axis.local
         LoopHooks(
-            self.reporter, self._begin_step, self._begin_evaluation, (self.check, *self.axis_checks)
+            self.reporter,
+            self._begin_step,
+            self._begin_evaluation,
+            (self.check, *self.axis_checks),
+            see_optimizer=None if local is None else local.attach,
+            end_step=None if axis is None or local is None else axis.end_step,
         ).claim(registry)
         self._registry = registry
         self._applied = registry.apply()

@@ -13,16 +13,19 @@ from typing import Any, Final
 from megatron_taco.collectives.policy import Policy
 
 ATTRIBUTE: Final = "megatron_taco_policy"
+DATA_ATTRIBUTE: Final = "megatron_taco_data_policy"
+"""Of the tensor- and of the data-parallel axis."""
 
 
-def keep(policy: Policy, args: argparse.Namespace) -> None:
+def keep(policy: Policy, args: argparse.Namespace, attribute: str = ATTRIBUTE) -> None:
     """Have the policy saved with every checkpoint from now on.
 
     Args:
         policy: the run's policy.
         args: Megatron's arguments, the very object that it saves.
+        attribute: of the arguments, which gets it.
     """
-    setattr(args, ATTRIBUTE, policy.to_dict())
+    setattr(args, attribute, policy.to_dict())
 
 
 def resumed_from(args: argparse.Namespace) -> str | None:
@@ -40,16 +43,17 @@ def resumed_from(args: argparse.Namespace) -> str | None:
     return folder
 
 
-def read(folder: str) -> tuple[Policy | None, str]:
+def read(folder: str, attribute: str = ATTRIBUTE) -> tuple[Policy | None, str]:
     """The policy in a checkpoint; one rank alone may call this.
 
     Args:
         folder: the checkpoint's folder.
+        attribute: of Megatron's arguments, which has it.
 
     Returns:
         The policy and an empty string, or None and why there is none.
     """
-    record, why = read_attribute(folder, ATTRIBUTE)
+    record, why = read_attribute(folder, attribute)
     if record is None:
         return None, why
     try:

@@ -29,7 +29,7 @@ from megatron_taco.collectives.router import Router
 from megatron_taco.patching.overlap import ForwardOverlap
 from megatron_taco.patching.overlay import Overlay
 from megatron_taco.patching.registry import Registry
-from megatron_taco.patching.scope import Kind, Pass, Scope
+from megatron_taco.patching.scope import BACKWARD, FORWARD, Kind, Pass, Scope
 from megatron_taco.telemetry.counters import Flow
 
 OWNER = "compression.tensor_parallel"
@@ -58,7 +58,11 @@ _FUNCTIONS: dict[str, tuple[Roles, Roles]] = {
 
 
 def expected_flows(
-    *, sequence_parallel: bool, learned_positions: bool, router: Router
+    *,
+    sequence_parallel: bool,
+    learned_positions: bool,
+    router: Router,
+    quantised_gathers: bool = False,
 ) -> list[Flow]:
     """The flows that must happen in a training step of a GPT with tensor parallelism.
 
@@ -69,6 +73,8 @@ def expected_flows(
         learned_positions: whether positions are embedded, which under sequence parallelism
             turns the embedding's reduce-scatter into an all-reduce and a split.
         router: knows the roles that are on.
+        quantised_gathers: whether Transformer Engine gathers FP8 or FP4 between hidden layers by
+            itself.
     """
     collectives: dict[str, tuple[str, ...]]
     if sequence_parallel:
@@ -93,6 +99,7 @@ def expected_flows(
         for role, names in collectives.items()
         if role in router.roles
         for collective in names
+        if not (quantised_gathers and collective == "all_gather" and role in (FORWARD, BACKWARD))
     ]
 
 
@@ -116,9 +123,10 @@ class TensorParallelHooks:
         self._group: dist.ProcessGroup | None = None
         self._overlap: ForwardOverlap | None = None
         if forward_chunks > 1:
-            self._overlap = ForwardOverlap(router, self.scope, forward_chunks, self._ours)
+            self._overlap = ForwardOverlap(router, self.scope, forward_chunks, self.ours)
 
-    def _ours(self, tensor: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> bool:
+    def ours(self, tensor: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> bool:
+        """Whether this is a sum or gather of activations over the tensor-parallel group."""
         if self._group is None:
             from megatron.core import parallel_state
 
@@ -142,7 +150,7 @@ class TensorParallelHooks:
                 return original(tensor, op=op, group=group, async_op=async_op)
 
             role = self.scope.role("all_reduce")
-            if role is None or not self._ours(tensor, group, op):
+            if role is None or not self.ours(tensor, group, op):
                 return plain()
             hit()
             if self._overlap is not None and self._overlap.finish_all_reduce(tensor):
@@ -175,7 +183,7 @@ class TensorParallelHooks:
                 return original(output_tensor, input_tensor, group=group, async_op=async_op)
 
             role = self.scope.role("all_gather")
-            if role is None or not self._ours(input_tensor, group):
+            if role is None or not self.ours(input_tensor, group):
                 return plain()
             hit()
             overlap = None if async_op else self._overlap
@@ -198,7 +206,7 @@ class TensorParallelHooks:
                 return original(output, input, op=op, group=group, async_op=async_op)
 
             role = self.scope.role("reduce_scatter")
-            if role is None or not self._ours(input, group, op):
+            if role is None or not self.ours(input, group, op):
                 return plain()
             hit()
             if self._overlap is not None and self._overlap.finish_reduce_scatter(output, input):
@@ -207,7 +215,7 @@ class TensorParallelHooks:
 
         return reduce_scatter_tensor
 
-    def _function(
+    def function(
         self, roles: tuple[Roles, Roles]
     ) -> Callable[[type[torch.autograd.Function], Hit], type[torch.autograd.Function]]:
         """Subclass an autograd function so that its collectives know their roles."""
@@ -217,7 +225,8 @@ class TensorParallelHooks:
         def subclass(base: Any, hit: Hit) -> Any:
             def forward(ctx: Any, *args: Any) -> Any:
                 hit()
-                setattr(ctx, _KIND, scope.kind)
+                if ctx is not None:  # Transformer Engine passes none where no gradient is needed
+                    setattr(ctx, _KIND, scope.kind)
                 with scope.function(scope.kind, forward_roles):
                     return base.forward(ctx, *args)
 
@@ -238,7 +247,7 @@ class TensorParallelHooks:
 
         return subclass
 
-    def _module(
+    def module(
         self,
         kind: Kind,
         overlapped: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None,
@@ -282,11 +291,11 @@ class TensorParallelHooks:
             "tensor.mappings.all_gather": self._all_gather,
             "tensor.mappings.reduce_scatter": self._reduce_scatter,
             "tensor.mappings.torch": self._torch,
-            "tensor.column_forward": self._module("linear", overlap.column if overlap else None),
-            "tensor.row_forward": self._module("linear", overlap.row if overlap else None),
-            "tensor.embedding_forward": self._module("embedding"),
+            "tensor.column_forward": self.module("linear", overlap.column if overlap else None),
+            "tensor.row_forward": self.module("linear", overlap.row if overlap else None),
+            "tensor.embedding_forward": self.module("embedding"),
         }
         for name, roles in _FUNCTIONS.items():
-            claims[name] = self._function(roles)
+            claims[name] = self.function(roles)
         for name, replacement in claims.items():
             registry.claim(name, OWNER, replacement)

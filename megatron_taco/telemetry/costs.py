@@ -1,9 +1,10 @@
 """What compression itself costs a rank, by parallel axis: memory, and time of the host.
 
 Time is that of the host in calls that go compressed, Megatron's own share of the wrapped calls
-included: on a CPU encoding, messages and decoding; on a GPU what it takes to launch them. Buffers
-are those of the messages of the largest call, as their layout has it, or the changes of weights
-that wait for their gather; they go back to the allocator after that.
+included: on a CPU encoding, messages and decoding; on a GPU what it takes to launch them. Of the
+pipeline's boundaries it is that of encoding, decoding and learning; a projector's backward pass is
+part of the model's. Buffers are those of the messages of the largest call, as their layout has it,
+or the changes of weights that wait for their gather; they go back to the allocator after that.
 """
 
 from __future__ import annotations

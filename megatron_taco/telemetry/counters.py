@@ -65,10 +65,18 @@ class FlowCount:
         sample = torch.stack([torch.where(finite, ratio, 0.0), finite.to(ratio.dtype)])
         self._error = sample if self._error is None else self._error + sample
 
+    @property
+    def error_sample(self) -> tuple[float, float]:
+        """Sum of the samples' squared relative errors, and their number; reads the device."""
+        if self._error is None:
+            return 0.0, 0.0
+        error, samples = self._error.tolist()
+        return error, samples
+
     def numbers(self) -> list[float]:
         """All figures as numbers; reads device tensors, so call it only when reporting."""
         nonfinite = 0.0 if self._nonfinite is None else float(self._nonfinite)
-        error, samples = (0.0, 0.0) if self._error is None else self._error.tolist()
+        error, samples = self.error_sample
         counts = (self.seen, self.small, self.by_policy, self.compressed, self.raw, self.wire)
         return [*map(float, counts), nonfinite, error, samples, float(self.largest)]
 

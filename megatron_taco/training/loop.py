@@ -14,7 +14,8 @@ def train(args: argparse.Namespace, attention: str, store: Any) -> None:
 
     Args:
         args: Megatron's validated arguments, which are its global ones already.
-        attention: ``sdpa`` for torch's attention and norms; ``megatron`` for Megatron's layers.
+        attention: whose attention and norms: ``sdpa`` for torch's, ``te`` for Transformer
+            Engine's, ``megatron`` for Megatron's layers.
         store: the rendezvous store of the run.
     """
     from megatron.core.enums import ModelType

@@ -6,7 +6,10 @@ import argparse
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -16,62 +19,82 @@ from megatron.core.transformer.transformer_block import (
 
 from megatron_taco.training.attention import TorchAttention
 from megatron_taco.training.norms import torch_norm
+from megatron_taco.training.te_layers import te_attention_and_norms
 
 
-def local_layer_spec(transformer: Any) -> ModuleSpec:
-    """Megatron's own local layer.
+def layer_spec(transformer: Any, attention: str) -> ModuleSpec:
+    """One layer.
 
     Args:
         transformer: Megatron's ``TransformerConfig``.
+        attention: as for :func:`model_config_from_args`.
     """
-    return get_gpt_layer_local_spec(
+    if attention == "megatron" and transformer.transformer_impl != "local":
+        return get_gpt_layer_with_transformer_engine_spec(
+            transformer.num_moe_experts,
+            transformer.moe_grouped_gemm,
+            transformer.qk_layernorm,
+            transformer.multi_latent_attention,
+        )
+    spec = get_gpt_layer_local_spec(
         transformer.num_moe_experts,
         transformer.moe_grouped_gemm,
         transformer.qk_layernorm,
         transformer.multi_latent_attention,
         normalization=transformer.normalization,
     )
-
-
-def torch_layer_spec(transformer: Any) -> ModuleSpec:
-    """Megatron's local layer with torch's attention and norms.
-
-    Args:
-        transformer: Megatron's ``TransformerConfig``.
-    """
-    spec = local_layer_spec(transformer)
+    if attention == "megatron":
+        return spec
+    core_attention, norm = _attention_and_norm(attention)
     layer: Any = spec.submodules
-    layer.input_layernorm = torch_norm
+    layer.input_layernorm = norm
     if layer.pre_mlp_layernorm is not IdentityOp:
-        layer.pre_mlp_layernorm = torch_norm
-    attention = layer.self_attention.submodules
-    attention.core_attention = TorchAttention
+        layer.pre_mlp_layernorm = norm
+    self_attention = layer.self_attention.submodules
+    self_attention.core_attention = core_attention
     if transformer.qk_layernorm:
-        attention.q_layernorm = torch_norm
-        attention.k_layernorm = torch_norm
+        self_attention.q_layernorm = norm
+        self_attention.k_layernorm = norm
     return spec
 
 
-def torch_block(transformer: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of one stage with torch's attention and norms, the final norm included.
+def _attention_and_norm(attention: str) -> tuple[Any, Any]:
+    return te_attention_and_norms() if attention == "te" else (TorchAttention, torch_norm)
+
+
+def block(transformer: Any, attention: str, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one stage with other attention and norms, the final norm included.
 
     Args:
         transformer: Megatron's ``TransformerConfig``.
+        attention: ``sdpa`` or ``te``.
         vp_stage: virtual pipeline stage of the chunk, or None.
     """
-    layer = torch_layer_spec(transformer)
+    layer = layer_spec(transformer, attention)
     count = get_num_layers_to_build(transformer, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=torch_norm)
+    _, norm = _attention_and_norm(attention)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
 def torch_block_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """:func:`torch_block` in the form that megatron-core 0.19 asks a model configuration for.
+    """Torch's attention and norms in the form that megatron-core 0.19 asks for.
 
     Args:
         model_config: Megatron's ``GPTModelConfig``.
         vp_stage: virtual pipeline stage of the chunk, or None.
     """
-    return torch_block(model_config.transformer, vp_stage)
+    return block(model_config.transformer, "sdpa", vp_stage)
+
+
+def te_block_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Transformer Engine's attention and norms, Megatron's linears; as ``torch_block_spec``.
+
+    Scripts of Megatron-LM 0.19 take it by ``--spec megatron_taco.training.model te_block_spec``.
+
+    Raises:
+        ConfigError: Transformer Engine is not installed.
+    """
+    return block(model_config.transformer, "te", vp_stage)
 
 
 def model_config_from_args(args: argparse.Namespace, attention: str) -> Any:
@@ -79,7 +102,8 @@ def model_config_from_args(args: argparse.Namespace, attention: str) -> Any:
 
     Args:
         args: Megatron's validated arguments.
-        attention: ``sdpa`` for the layers above; ``megatron`` for Megatron's own layer spec.
+        attention: whose attention and norms: ``sdpa`` for torch's, ``te`` for Transformer
+            Engine's, ``megatron`` for Megatron's own layer spec.
 
     Returns:
         A ``GPTModelConfig`` whose builder makes the stages of this rank.
@@ -87,8 +111,8 @@ def model_config_from_args(args: argparse.Namespace, attention: str) -> Any:
     from megatron.training.argument_utils import gpt_config_from_args
 
     config = gpt_config_from_args(args)
-    if attention == "sdpa":
-        config.transformer_layer_spec = torch_block_spec
+    if attention != "megatron":
+        config.transformer_layer_spec = torch_block_spec if attention == "sdpa" else te_block_spec
     return config
 
 
@@ -118,9 +142,9 @@ class ModelProvider:
         args = self._args
         transformer = config or core_transformer_config_from_args(args)
         layers: Any = (
-            torch_block(transformer, vp_stage)
-            if self._attention == "sdpa"
-            else local_layer_spec(transformer)
+            layer_spec(transformer, self._attention)
+            if self._attention == "megatron"
+            else block(transformer, self._attention, vp_stage)
         )
         return GPTModel(
             config=transformer,

@@ -9,11 +9,11 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megatron_taco.config import Config, ConfigError, load
 from megatron_taco.config.files import missing_files
+from megatron_taco.training.embedded import embedded_data
 from megatron_taco.training.failures import describe
 from megatron_taco.training.launch_env import Ranks, ranks_from_environment, started_by_launcher
 from megatron_taco.training.megatron_args import Device
@@ -87,8 +87,8 @@ class _Run:
             stack.enter_context(self._quiet(io.StringIO()))
             self._shim(device, stack)
             size = None if launched else megatron_args.smallest_world_size(self.config)
-            megatron_args.parse(self.config, device=device, world_size=size)
-            self._refuse_conflicts()
+            args = megatron_args.parse(self.config, device=device, world_size=size)
+            self._refuse_conflicts(args)
         if self.ranks.rank == 0:
             print(self.config.to_yaml(), file=self.console, end="")
         return OK
@@ -162,7 +162,7 @@ class _Run:
         from megatron_taco.training import data_checks, megatron_args
 
         args = megatron_args.parse(self.config, device=device, embedded=self._embedded_data())
-        self._refuse_conflicts()
+        self._refuse_conflicts(args)
         if alone := data_conflicts.check_size(self.config, args.data_parallel_size):
             raise ConfigError(alone)
         problems = data_checks.check(self.config, args)
@@ -170,25 +170,22 @@ class _Run:
             raise ConfigError(problems)
         return args
 
-    def _refuse_conflicts(self) -> None:
+    def _refuse_conflicts(self, args: argparse.Namespace) -> None:
         """Refuse what does not go with compression; after Megatron has taken the arguments."""
-        from megatron_taco.patching import conflicts
+        from megatron_taco.patching import conflicts, pipeline_conflicts
 
         refused = conflicts.check(self.config)
+        refused = refused or pipeline_conflicts.check_stages(self.config, args)
         if refused:
             raise ConfigError(refused)
 
     def _embedded_data(self) -> dict[str, str] | None:
         """Prefixes of the prepared embedded source; one process of a machine prepares it."""
-        if self.config.data.source != "python-stdlib":
+        data = embedded_data(self.config)
+        if data is None:
             return None
-        from megatron_taco.data import load_tokenizer, stdlib
-
-        named = self.config.data.tokenizer
-        tokenizer = load_tokenizer(f"hf:{named.path}" if named.kind == "hf" else named.kind)
-        data = stdlib.prepare(Path(self.config.data.cache), tokenizer)
         self.data_digest = data.digest
-        return {"train": str(data.train_prefix), "valid": str(data.valid_prefix)}
+        return data.prefixes
 
     def _rendezvous(self) -> Any:
         """The store of the run, before any process group exists."""
@@ -234,9 +231,11 @@ class _Run:
         from megatron.training.global_vars import set_global_variables
 
         from megatron_taco.patching.boundary_saved import check_saved
+        from megatron_taco.patching.conflicts import TE_IMPL
         from megatron_taco.patching.registry import registry
         from megatron_taco.patching.session import Session
         from megatron_taco.patching.startup import repair
+        from megatron_taco.patching.transformer_engine import quantised_gathers
         from megatron_taco.training.loop import train
 
         set_global_variables(args)
@@ -254,13 +253,14 @@ class _Run:
             seed=args.seed,
             policy_file=self.folder.policy,
             stages=args.pipeline_model_parallel_size,
+            transformer_engine=args.transformer_impl == TE_IMPL,
+            quantised_gathers=quantised_gathers(args),
         )
         self.session = session
         session.install(registry)
         stack.callback(session.undo)
-        attention = "sdpa" if self.config.model.attention == "auto" else self.config.model.attention
         try:
-            train(args, attention, store)
+            train(args, self.config.model.layers(args.transformer_impl), store)
         except SystemExit as stop:  # Megatron's exit_interval, exit_duration_in_mins, signals
             if stop.code not in (None, 0):
                 raise

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_taco.data.locking import file_lock
 
-_DESCRIPTIONS = ("config.yaml", "environment.json", "policy.json")
+_DESCRIPTIONS = ("config.yaml", "environment.json", "policy.json", "data-policy.json")
 _RESULTS = ("metrics.jsonl", "logs", "tensorboard", "wandb")
 _PACKAGES = ("torch", "megatron-core", "triton", "transformer-engine", "numpy", "megatron-taco")
 

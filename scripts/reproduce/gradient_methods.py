@@ -54,6 +54,12 @@ ARMS: dict[str, dict[str, Any]] = {
     "PacTrain, ternary": {"compressor": "pactrain", "ternary": True},
     "homomorphic": {"compressor": "homomorphic"},
     "CD-Adam, 4 bits": {"compressor": "cd_adam"},
+    "SparseLoCo, 10 local steps": {"compressor": "sparseloco", "local_steps": 10},
+    "SparseLoCo, 10 local steps, 25%": {
+        "compressor": "sparseloco",
+        "local_steps": 10,
+        "ratio": 0.25,
+    },
 }
 HIDDEN, LAYERS, VOCABULARY = 256, 4, 512
 REPETITIONS = 5
@@ -112,8 +118,12 @@ def reducer(name: str, device: torch.device) -> Any:
     assert group is not None
     given = dict(ARMS[name])
     kind = given.pop("compressor")
+    if kind == "sparseloco":  # its exchange, which a run has once in a round
+        given["local_steps"] = 1
     if kind in METHOD_SETTINGS:
         method = maker(kind, method_settings(kind, given), 1234)(group, "bucket")
+        if kind == "sparseloco":
+            method.begin(gradients(0, 0, device))
         return method.reduce
     flat = torch.cat([g.view(-1) for g in gradients(dist.get_rank(), 0, device).values()])
     if kind == PLAIN:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron_taco.cli.lab_arguments import words
-from megatron_taco.compressors.dispatch import kernels_on
+from megatron_taco.compressors import Taco
 from megatron_taco.config import load
 from megatron_taco.lab import loss_report
 from megatron_taco.lab.bench_collectives import FORMATS
@@ -158,7 +158,7 @@ def about(args: argparse.Namespace, common: list[str]) -> dict[str, Any]:
     config = load(CONFIG, common)
     scales = config.compression.tensor_parallel.scales
     device = torch.device("cuda", 0)
-    fused = [f for f in args.formats if kernels_on(device, f, scales) is not None]
+    fused = [f for f in args.formats if Taco(f, scales=scales).has_kernels(device)]
     plain = [f for f in args.formats if f not in fused]
     compressors = [f"fused kernels for {', '.join(fused)}"] if fused else []
     compressors += [f"the plain-torch compressor for {', '.join(plain)}"] if plain else []

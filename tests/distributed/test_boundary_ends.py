@@ -25,12 +25,38 @@ def noise(*key: int) -> torch.Tensor:
     return torch.randn(HIDDEN, RANK, generator=torch.Generator().manual_seed(seed))
 
 
-def four_ranks(rank: int, world_size: int, tokens: int | None) -> dict[str, Any]:
-    """Two replicas (even and odd ranks) of two stages with the boundaries 1 and 2 between them."""
+def groups_by_hand(rank: int) -> Groups:
     import torch.distributed as dist
 
     replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    stage, replica = divmod(rank, 2)
+    return Groups((replicas[stage],), 0.5, pipelines[replica])
+
+
+def groups_of_context_parallelism() -> Groups:
+    """Megatron's own: what sees other tokens of a sequence counts as a replica."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_taco.patching.pipeline import PipelineHooks
+
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, context_parallel_size=2
+    )
+    assert parallel_state.get_data_parallel_world_size() == 1
+    config = TransformerConfig(
+        num_layers=2, hidden_size=HIDDEN, num_attention_heads=2, context_parallel_size=2,
+        pipeline_model_parallel_size=2, pipeline_dtype=torch.float32,
+    )  # fmt: skip
+    return PipelineHooks.groups(config, None)
+
+
+def four_ranks(
+    rank: int, world_size: int, tokens: int | None, context_parallel: bool
+) -> dict[str, Any]:
+    """Two replicas (even and odd ranks) of two stages with the boundaries 1 and 2 between them."""
+    groups = groups_of_context_parallelism() if context_parallel else groups_by_hand(rank)
     stage, replica = divmod(rank, 2)
     # Interleaved chunks: boundary 1 goes from stage 0 to 1, boundary 2 back again.
     ends = ("sender", "receiver") if stage == 0 else ("receiver", "sender")
@@ -39,15 +65,16 @@ def four_ranks(rank: int, world_size: int, tokens: int | None) -> dict[str, Any]
         for part in boundary.gradient_parts().values():
             part.copy_(noise(number, stage, replica))
     counters = Counters([EXCHANGE])
-    groups = Groups((replicas[stage],), 0.5, pipelines[replica])
     count = None if tokens is None else torch.tensor([tokens])
     whole = whole_gradients(boundaries, groups, count, counters)
     return {"whole": whole, "sent": counters[EXCHANGE].wire, "messages": counters[EXCHANGE].seen}
 
 
-@pytest.mark.parametrize("tokens", [None, 7])
-def test_both_ends_have_the_same_whole_gradient(run_ranks: RankRunner, tokens: int | None) -> None:
-    found = run_ranks(four_ranks, 4, tokens)
+@pytest.mark.parametrize(("tokens", "context_parallel"), [(None, False), (7, False), (None, True)])
+def test_both_ends_have_the_same_whole_gradient(
+    run_ranks: RankRunner, tokens: int | None, context_parallel: bool
+) -> None:
+    found = run_ranks(four_ranks, 4, tokens, context_parallel, preload="megatron")
     for number in (1, 2):
         parts = [
             sum(noise(number, stage, replica).double() for replica in (0, 1)) / 2

@@ -148,14 +148,18 @@ def test_start_step_postpones_only_the_check_for_compressed(
     run_ranks: RankRunner, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path)
-    late = ["compression.tensor_parallel.start_step=4", "megatron.train_iters=4"]
+    late = [
+        "compression.tensor_parallel.start_step=4",
+        "megatron.train_iters=5",
+        "megatron.exit_interval=4",
+    ]
     too_large = "compression.tensor_parallel.min_bytes=1MiB"
     run_ranks(train, 2, config, [TP2, *late, too_large], init=False, timeout=120)
     with pytest.raises(AssertionError, match="seen on no rank"):
         run_ranks(train, 2, config, [TP2, *late], unhook_mappings, init=False, timeout=120)
     with pytest.raises(AssertionError, match="never compressed"):
         run_ranks(
-            train, 2, config, [TP2, late[0], too_large, "megatron.train_iters=5"],
+            train, 2, config, [TP2, late[0], too_large, "megatron.train_iters=6"],
             init=False, timeout=120,
         )  # fmt: skip
 

@@ -222,7 +222,7 @@ def test_tied_copies_over_the_pipeline_and_skipped_steps(
 
 
 def test_three_axes_at_once(run_ranks: RankRunner, tmp_path: Path) -> None:
-    """TP 2 x PP 2 x DP 2: replicas are equal, both compressed axes are counted, with their costs.
+    """TP 2 x PP 2 x DP 2: replicas are equal, all three axes are counted, with their costs.
 
     Losses over 90 steps are in docs/results/three-axes.md.
     """
@@ -230,6 +230,9 @@ def test_three_axes_at_once(run_ranks: RankRunner, tmp_path: Path) -> None:
     overrides = [
         *SDP4BIT,
         "compression.tensor_parallel.mode=on",
+        "compression.pipeline_parallel.mode=on",
+        "compression.pipeline_parallel.boundary=mapl",
+        "compression.pipeline_parallel.rank=32",
         "megatron.tensor_model_parallel_size=2",
         "megatron.pipeline_model_parallel_size=2",
         "megatron.train_iters=2",
@@ -241,11 +244,16 @@ def test_three_axes_at_once(run_ranks: RankRunner, tmp_path: Path) -> None:
     end = next(line for line in metrics(tmp_path) if line["event"] == "end")
     for flow in (
         "tp.forward all_reduce",
+        "pp.forward send",
+        "pp.backward send",
         "dp.gradients.mlp reduce_scatter",
         "dp.weights.mlp all_gather",
     ):
         assert end["flows"][flow]["compressed"] > 0, flow
-    assert set(end["costs"]) == {"compression.tensor_parallel", "compression.data_parallel"}
+    axes = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+    assert list(end["costs"]) == [f"compression.{axis}" for axis in axes]
+    # A projector of 64 x 32 with its momentum, and anchors.
+    assert end["costs"]["compression.pipeline_parallel"]["state_bytes"] > 2 * 64 * 32 * 4
     for cost in end["costs"].values():
         assert cost["buffer_bytes"] > 0
         assert cost["host_ms_per_step"] > 0

@@ -38,7 +38,7 @@ time.sleep(600)
 """
 """Starts one child in the rank's session and one that leaves it."""
 PRINT_LINK = "import os; os.write(1, (os.environ['MEGATRON_TACO_LINK'] + '\\n').encode())"
-"""One write a rank: ``print`` may write its newline apart, and another rank's text in between."""
+"""One write a rank: ``print`` may write its newline apart, behind another rank's text."""
 RING = """
 import os, socket, sys
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -190,6 +190,24 @@ def test_a_model_with_other_boundaries_is_refused(
     assert message in str(failure.value)
 
 
+def test_boundaries_without_tensors_are_known_by_their_settings(
+    run_ranks: RankRunner, tmp_path: Path
+) -> None:
+    """A checkpoint of a boundary that learns nothing resumes, and not without it."""
+    config = write_config(tmp_path)
+    axis = "compression.pipeline_parallel"
+    common = [OFF, f"{axis}.mode=on", f"{axis}.boundary=int8_hadamard", "megatron.train_iters=3"]
+    save = [f"megatron.save={tmp_path / 'saved'}", "megatron.save_interval=2"]
+    run_ranks(train, 2, config, [*common, PP2, *save], init=False, timeout=150)
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
+    resume = [*common, f"megatron.load={tmp_path / 'saved'}", "run.name=resumed"]
+    run_ranks(train, 2, config, [*resume, PP2], init=False, timeout=150)
+    assert losses(tmp_path, "resumed") == {3: losses(tmp_path)[3]}
+    with pytest.raises(AssertionError, match="exit code 2") as failure:
+        run_ranks(train, 1, config, [*resume, f"{axis}.mode=off"], init=False, timeout=150)
+    assert "has boundaries after layers [2]" in str(failure.value)
+
+
 def test_a_square_projector_is_no_boundary(run_ranks: RankRunner, tmp_path: Path) -> None:
     """With r = d and no anchors step 1 has the loss of the model without boundaries."""
     config = write_config(tmp_path)
@@ -249,6 +267,12 @@ def test_quantised_messages_shapes_first_and_evaluation(
     assert back["wire_bytes"] < back["raw_bytes"] / 12
     assert steps[0]["flows"]["pp.projector exchange"]["raw_bytes"] == 2 * 64 * 16 * 4
     assert steps[4]["boundaries"]["after_layer_2"]["orthonormality"] < 1e-5
+    # Sampled in the first step: a quarter of the coordinates of a random vector, then INT8 back.
+    error = steps[0]["boundaries"]["after_layer_2"]["error"]
+    assert 0.7 < error < 0.95
+    assert sent[0]["error"] == pytest.approx(error)
+    assert 0.003 < back["error"] < 0.02
+    assert "error" not in steps[4]["boundaries"]["after_layer_2"]
 
 
 def steps_made(model: Any) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.distributed.test_contracts import output_of_failure, unhook_mappings
-from tests.distributed.training import OFF, SP, losses, train, write_config
+from tests.distributed.training import OFF, SP, losses, metrics, train, write_config
 from tests.ranks import RankRunner
 
 TP2 = "megatron.tensor_model_parallel_size=2"
@@ -254,3 +254,80 @@ def test_all_that_the_messages_need_is_compiled(run_ranks: RankRunner) -> None:
         "decode-sum of 2",
     )
     assert lines == ["kernels compiled in t s: " + ", ".join(f"{part} t s" for part in parts)] * 2
+
+
+def time_buckets(seconds: dict[str, float], measured: bool, rank: int) -> None:
+    """Inject what a compressed bucket takes, by collective; a plain one takes 4 s."""
+    from megatron_taco.collectives import measure
+    from megatron_taco.patching.data_policy import BucketPolicy
+
+    now = [0.0]
+    plain_send, send = measure.plain_send, BucketPolicy._send
+
+    def plain(*args: Any) -> None:
+        plain_send(*args)
+        now[0] += 4.0
+
+    def compressed(self: BucketPolicy, bucket: Any, *args: Any) -> None:
+        send(self, bucket, *args)
+        now[0] += seconds[bucket.collective] * (2 if rank == 3 else 1)
+
+    measure.clock_of = lambda device: lambda: now[0]
+    measure.plain_send = plain
+    BucketPolicy._send = compressed  # type: ignore[method-assign]
+    if not measured:
+        measure.time_pair = None  # type: ignore[assignment]
+
+
+def kept_data_policy(model: Any) -> Any:
+    from megatron.training import get_args
+
+    return get_args().megatron_taco_data_policy
+
+
+def test_buckets_by_policy(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """PP 2 x DP 2: stages have other buckets, all ranks decide alike; resuming does not measure."""
+    config = write_config(tmp_path)
+    section = "compression.data_parallel"
+    auto = [
+        OFF,
+        f"{section}.mode=auto",
+        f"{section}.min_bytes=8KiB",
+        f"{section}.weights.compressor=sdp4bit",
+        "megatron.use_distributed_optimizer=true",
+        "megatron.overlap_grad_reduce=true",
+        "megatron.overlap_param_gather=true",
+        "megatron.ddp_bucket_size=20000",
+        "megatron.pipeline_model_parallel_size=2",
+        "megatron.train_iters=4",
+    ]
+    save = [f"megatron.save={tmp_path / 'saved'}", "megatron.save_interval=2"]
+    times = {"reduce_scatter": 1.5, "all_gather": 2.5}  # on the slowest rank 3 and 5, of 4
+    policies = run_ranks(
+        train, 4, config, [*auto, *save], partial(time_buckets, times, True), kept_data_policy,
+        init=False, timeout=200,
+    )  # fmt: skip
+    assert all(policy == policies[0] for policy in policies)
+    kept = json.loads((tmp_path / "run" / "data-policy.json").read_text())
+    assert kept == policies[0]
+    assert not (tmp_path / "run" / "policy.json").exists()
+    by_role = {"dp.gradients": "reduce_scatter", "dp.weights": "all_gather"}
+    assert {m["role"]: m["collective"] for m in kept["measured"]} == by_role
+    for measured in kept["measured"]:
+        assert measured["plain_s"] == 4.0
+        assert measured["compressed_s"] == 2 * times[measured["collective"]]
+        assert measured["compress"] is (measured["role"] == "dp.gradients")
+        assert measured["wire"] < 0.3 * measured["raw"]
+    end = next(line for line in metrics(tmp_path) if line["event"] == "end")["flows"]
+    gradients, weights = end["dp.gradients.mlp reduce_scatter"], end["dp.weights.mlp all_gather"]
+    assert gradients["compressed"] == gradients["calls"] > 4
+    assert weights["compressed"] == 0 < weights["calls"]
+    assert weights["wire_bytes"] == weights["raw_bytes"]
+
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
+    load = [f"megatron.load={tmp_path / 'saved'}", "run.name=resumed"]
+    again = partial(time_buckets, times, False)
+    run_ranks(train, 4, config, [*auto, *load], again, init=False, timeout=200)
+    unbroken, after = losses(tmp_path), losses(tmp_path, "resumed")
+    assert sorted(after) == [3, 4]
+    assert {step: unbroken[step] for step in after} == after

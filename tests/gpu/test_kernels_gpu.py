@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_taco.compressors import Taco
-from megatron_taco.compressors.dispatch import ALL_KERNELS, kernels_on
+from megatron_taco.compressors.dispatch import ALL_KERNELS
 from tests.unit.interpreted_kernels import arms, check
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +16,7 @@ ARMS = arms(1500)
 
 @pytest.fixture(autouse=True)
 def all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that are not in use yet: see ``dispatch.EXACT_ON_GPUS``."""
+    """Also those that are not in use yet: see ``dispatch.exact_on_gpus``."""
     monkeypatch.setenv(ALL_KERNELS, "1")
 
 
@@ -80,7 +80,7 @@ def test_warm_up_compiles_what_is_needed_later() -> None:
 
     taco = Taco("int8", 128, "hadamard", "merged_fp32")
     device = torch.device("cuda", torch.cuda.current_device())
-    assert kernels_on(device, "int8", "merged_fp32") is not None
+    assert taco.has_kernels(device)
     lines = taco.warm_up([(3, 128 * 1001)], [torch.float16], device)
     assert len(lines) == 5
     cache = launch.encode_kernel.device_caches[device.index][0]

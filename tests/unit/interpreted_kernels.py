@@ -12,25 +12,42 @@ from functools import partial
 
 import torch
 
-from megatron_taco.compressors import Taco
-from megatron_taco.compressors.taco import BLOCKS, ROTATIONS, SCALES
+from megatron_taco.compressors import BlockInteger, Taco
+from megatron_taco.compressors.scaled import SCALES, ScaledBlocks
+from megatron_taco.compressors.taco import BLOCKS, ROTATIONS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ODD = 7
+KEY = 0x9234_5678_FEDC_BA98
+INTEGERS = (
+    BlockInteger(4, 128, 32, "bf16", "stochastic", KEY),  # SDP4Bit's gradients
+    BlockInteger(4, 128, 32, "bf16"),
+    BlockInteger(8, 512, 1, "fp32"),
+    BlockInteger(6, 1024, 64, "bf16", "stochastic", KEY + 1),
+    BlockInteger(4, 2048, 1, "fp32"),  # SDP4Bit's differences of weights
+    BlockInteger(4, 32, 32, "fp32", "stochastic", 1),
+    BlockInteger(6, 4096, 512, "fp32"),
+    BlockInteger(8, 2048, 256, "bf16", "stochastic", 0),
+)
 
 
-def arms(blocks: int) -> list[tuple[Taco, torch.dtype, int]]:
-    """Every format and scale with every dtype; blocks, rotations and odd sizes take turns.
+def arms(blocks: int) -> list[tuple[ScaledBlocks, torch.dtype, int]]:
+    """Every format and scale with every dtype, and integers of blocks not transformed as a whole.
+
+    Blocks, rotations and odd sizes take turns.
 
     Each is a compressor, a dtype and a number of elements, of about ``blocks`` blocks.
     """
-    found = []
+    found: list[tuple[ScaledBlocks, torch.dtype, int]] = []
     pairs = itertools.product(("e4m3", "e5m2", "int8", "int6", "int4"), SCALES, DTYPES)
     for k, (form, scales, dtype) in enumerate(pairs):
         block = BLOCKS[k % len(BLOCKS)]
         rotation = ROTATIONS[k // 2 % 2]
         numel = blocks * block + (ODD, 0, -ODD)[k // len(BLOCKS) % 3]
         found.append((Taco(form, block, rotation, scales), dtype, numel))
+    for k, code in enumerate(INTEGERS):
+        numel = max(blocks * 256 // code.block, 2) * code.block + (ODD, 0, -ODD)[k % 3]
+        found.append((code, DTYPES[k % 3 - 1], numel))
     return found
 
 
@@ -77,7 +94,7 @@ def room(shift: int, *shape: int, dtype: torch.dtype, device: str) -> torch.Tens
     return memory[shift:].view(shape)
 
 
-def check(taco: Taco, dtype: torch.dtype, numel: int, device: str) -> list[str]:
+def check(taco: ScaledBlocks, dtype: torch.dtype, numel: int, device: str) -> list[str]:
     """Return what differs between kernels on ``device`` and torch on the CPU, by name."""
     torch_only = taco.reference()
     x = hard_data(3, numel, taco.block, dtype)

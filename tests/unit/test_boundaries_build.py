@@ -1,5 +1,7 @@
 """Settings, what a model chunk holds, its state, and the boundaries beside MAPL."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -232,25 +234,38 @@ def test_adams_second_moment_is_level_along_the_hidden_dimension():
 
 
 def test_the_subspace_moves_towards_the_gradients():
-    settings = BoundarySettings("subspace", D, R, V, "static")
-    whole = Chain(settings, 1, 0, 1)
-    plain = chain_boundary(whole)
-    watching = Subspace(plain.place, D, R, plain.there, plain.back, whole.anchor(0), watch=True)
+    settings = BoundarySettings("subspace", D, R, V, "static", move_every=2, move_length=0.05)
+    boundary = chain_boundary(Chain(settings, 1, 0, 1))
+    assert isinstance(boundary, Subspace)
     g = noise(S, B, 3) @ noise(3, D, seed=1)
+    rows = g.view(-1, D)
     shares: list[float] = []
     for _ in range(20):
-        u = watching.projector.a.clone()
+        u = boundary.projector.a.clone()
         shares.append(float((g @ u).norm() / g.norm()))
-        pass_in_place(watching, noise(S, B, D), token_ids(), g)
-        rows = g.view(-1, D)
-        assert relative_error(watching.pull, rows.t() @ (rows @ u)) < 1e-5
-        watching.move(watching.pull.clone(), 0.05)
-        assert not watching.pull.any()
+        pass_in_place(boundary, noise(S, B, D), token_ids(), g)
+        assert boundary.pull is None
+        assert boundary.end_step() is None
+        pass_in_place(boundary, noise(S, B, D), token_ids(), g)
+        assert boundary.end_step(skipped=True) is None
+        assert boundary.pull is None
+        pass_in_place(boundary, noise(S, B, D), token_ids(), g)
+        pull = boundary.pull
+        assert pull is not None
+        assert relative_error(pull, rows.t() @ (rows @ u)) < 1e-5
+        with pytest.raises(ValueError, match="boundary 1: the subspace has no pull"):
+            boundary.end_step()
+        report = boundary.end_step(pull)
+        assert report is not None
+        assert report.orthonormality < 1e-6
+        assert 0.0 <= report.moved < 0.05 / R**0.5 * 1.001
     assert shares == sorted(shares)
     assert shares[0] < 0.8
     assert shares[-1] > 0.9
     with pytest.raises(ValueError, match=r"pull is \[1, 1\] and length 0.1"):
-        watching.move(torch.zeros(1, 1), 0.1)
+        boundary.move(torch.zeros(1, 1), 0.1)
+    with pytest.raises(ValueError, match=r"every is -1 and length 0\.0"):
+        chain_boundary(Chain(replace(settings, move_every=-1, move_length=0.0), 1, 0, 1))
 
 
 def test_a_boundary_can_be_built_alone():

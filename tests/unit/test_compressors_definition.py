@@ -14,6 +14,7 @@ from megatron_taco.compressors.scales import round_scale as round_scale_of_torch
 from megatron_taco.compressors.scales import square_root
 
 F = np.float32
+OFFSETS = {"int4": F(24), "int6": F(96)}  # of codes while they are summed
 LIMITS = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "int6": 31.0, "int4": 7.0}
 SCALES = ("dual", "merged_fp32", "merged_bf16")
 
@@ -237,9 +238,9 @@ def test_reduction_is_that_of_the_definition(form, block, rotation, scales):
         ratios = [relative(wire, e) for _, wire in parts]
         terms = [np.array([from_code(form, code) for code in codes], F) for codes, _ in parts]
         start = F(-0.0)
-        if form == "int4":
-            terms = [term + F(24) for term in terms]
-            start = F(-24) * (ratios[0] + ratios[1] + ratios[2])
+        if form in OFFSETS:
+            terms = [term + OFFSETS[form] for term in terms]
+            start = -OFFSETS[form] * (ratios[0] + ratios[1] + ratios[2])
         total = start + terms[0] * ratios[0] + terms[1] * ratios[1] + terms[2] * ratios[2]
         blocks.append(encode_block(taco, total, e, rotate=False))
     payloads = taco.encode_rows(xs)

@@ -77,7 +77,7 @@ def test_the_rotated_sum_gives_the_codes_of_inverse_sum_forward(form, scales, wo
     # FP32 scales have 17 bits, BF16 scales 8, and may be rounded either way.
     assert torch.allclose(our_scale, their_scale, rtol=2.0**-7 if "bf16" in scales else 2.0**-16)
     same_scale = (our_scale / their_scale - 1).abs() < 1e-6
-    assert same_scale.float().mean() > 0.98
+    assert same_scale.float().mean() > (0.97 if taco._code.offset else 0.98)
     exact, ours, theirs = ((x * same_scale).view(-1) for x in (exact_sum / our_scale, ours, theirs))
     assert relative_error(ours, exact) == pytest.approx(relative_error(theirs, exact), rel=1e-4)
     differ = ours != theirs

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_taco.compressors import BlockInteger, Taco
 from megatron_taco.config import Config, ConfigError, load
-from megatron_taco.config.gradient_methods import METHOD_SETTINGS, SPARSELOCO
+from megatron_taco.config.gradient_methods import METHOD_SETTINGS
 from megatron_taco.gradients import METHODS
 from megatron_taco.gradients.cd_adam import CDAdam
 from megatron_taco.patching import conflicts, data_conflicts
@@ -131,7 +131,7 @@ def test_weights_are_expected_only_after_steps_that_were_taken(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"mode": "auto"}, "mode: 'auto' is not allowed; allowed: off, on"),
+        ({"mode": "maybe"}, "mode: 'maybe' is not allowed; allowed: off, on, auto"),
         (
             {"exclude": ["norm"]},
             "exclude: 'norm' is not a kind of parameters (norms and biases always go exactly); "
@@ -164,8 +164,26 @@ def test_weights_are_expected_only_after_steps_that_were_taken(tmp_path: Path) -
             "gradients.ratio: 1 is all values, which tagc cannot send; allowed: below 1",
         ),
         (
-            {"gradients": {"compressor": "sparseloco"}},
-            f"gradients.compressor: {SPARSELOCO}",
+            {"mode": "auto", "gradients": {"compressor": "topk"}},
+            "mode: 'auto' with gradients.compressor: topk: auto compares times, and a method with "
+            "memory also changes what is learned from a step; allowed: on",
+        ),
+        (
+            {"gradients": {"compressor": "powersgd", "ranks_per_node": 2}},
+            "gradients.ranks_per_node: has no effect with compressor: powersgd; it is for sdp4bit",
+        ),
+        (
+            {"gradients": {"two_level": False, "ranks_per_node": 2}},
+            "gradients.ranks_per_node: has no effect with two_level: false",
+        ),
+        (
+            {"weights": {"difference": False}},
+            "weights.difference: has no effect with compressor: none",
+        ),
+        (
+            {"exclude": None},
+            "exclude: is empty; allowed: [] or a list of attention, mlp, embedding, output_layer, "
+            "other",
         ),
         (
             {"weights": {"compressor": "sdp4bit", "rounding": "stochastic"}},
@@ -239,8 +257,40 @@ def test_what_memory_does_not_go_with(
     assert conflicts.check(config(tmp_path, {"mode": "on"}, **arguments)) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"use_distributed_optimizer": True}, "true does not go with"),
+        ({"num_experts": 4}, "4 does not go with"),
+        ({"train_iters": 8}, "8 ends within a round of 3 local steps from start_step 0"),
+        ({"save": "here", "save_interval": 4}, "4 is no multiple of"),
+        ({"save": "here", "save_interval": 3}, None),
+        ({"train_iters": 9}, None),
+    ],
+)
+def test_what_local_steps_do_not_go_with(
+    tmp_path: Path, arguments: dict[str, Any], message: str | None
+) -> None:
+    section = {"mode": "on", "gradients": {"compressor": "sparseloco", "local_steps": 3}}
+    megatron = {"use_distributed_optimizer": False, **arguments}
+    found = conflicts.check(config(tmp_path, section, **megatron))
+    assert len(found) == (message is not None)
+    if message is not None:
+        assert message in found[0]
+        assert next(iter(reversed(arguments))) in found[0]
+
+
+def test_what_would_never_be_compressed(tmp_path: Path) -> None:
+    section = {"mode": "on", "start_step": 4, "gradients": {"two_level": True}}
+    whole = {"use_distributed_optimizer": False}
+    late, hops = conflicts.check(config(tmp_path, section, train_iters=4, **whole))[::-1]
+    assert "compression.data_parallel.start_step: 4 is not below the 4 steps of train_" in late
+    assert "two_level: true has no effect without megatron.use_distributed_optimizer" in hops
+    assert conflicts.check(config(tmp_path, section, train_iters=5)) == []
+
+
 def test_methods_with_memory_are_made_with_their_settings(tmp_path: Path) -> None:
-    assert set(METHOD_SETTINGS) == set(METHODS) - {"sparseloco"}
+    assert set(METHOD_SETTINGS) == set(METHODS)
     settings = {"compressor": "cd_adam", "block": 64, "transform": 32}
     hooks = data_parallel_hooks(
         config(tmp_path, {"mode": "on", "gradients": settings}), Counters(all_flows("cd_adam")), 1

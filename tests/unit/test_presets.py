@@ -8,6 +8,7 @@ import pytest
 
 from megatron_taco.config import PRESETS, count_parameters, load
 from megatron_taco.config.presets import PUBLISHED
+from megatron_taco.patching import conflicts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -49,7 +50,14 @@ def test_every_preset_is_a_valid_model_section(tmp_path: Path) -> None:
 
 def test_every_published_preset_has_a_configuration_file() -> None:
     three_axes = {"3d-demo-cpu", "3d-gpt-350m", "3d-llama-1b"}
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"demo-cpu", *three_axes, *PUBLISHED}
+    pipelines = {"pipeline-demo-cpu", "pipeline-llama-150m"}
+    expected = {"demo-cpu", *three_axes, *pipelines, *PUBLISHED}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == expected
+    for name in pipelines:
+        config = load(CONFIGS / f"{name}.yaml")
+        assert config.run.name == name
+        assert config.compression.pipeline_parallel.enabled
+        assert conflicts.check(config) == []
     for name in three_axes:
         config = load(CONFIGS / f"{name}.yaml")
         assert config.run.name == name

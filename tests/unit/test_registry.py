@@ -108,7 +108,7 @@ ALL = ("work", "cached", "alias", "math", "Layer", "Layer.forward", "Layer.stati
 
 def new_registry(version: str | None = "0.19.2", known: Known | None = None) -> Registry:
     sources = known or known_of(SOURCE, *ALL)
-    return Registry(known_sources=lambda: sources, version=lambda: version)
+    return Registry(known_sources=lambda package: sources, version=lambda package: version)
 
 
 def counting(original: Callable[..., Any], hit: Hit) -> Callable[..., Any]:

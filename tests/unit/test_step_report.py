@@ -1,11 +1,14 @@
 """``bench step`` without a trainer: who has which step, and what the times say."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_taco.cli import main
-from megatron_taco.lab import step_report
+from megatron_taco.config import load
+from megatron_taco.lab import step_config, step_report
+from megatron_taco.lab.step_arms import AXES, BOUNDARIES, COMPRESSORS, Layout, arms_of, configs
 from megatron_taco.lab.step_schedule import PLAIN, SILENT, schedule
 
 STEP_S = {PLAIN: 1.0, "e4m3": 0.625, "int4": 0.5, SILENT: 0.25}
@@ -161,3 +164,49 @@ def test_layouts_in_which_there_is_nothing_to_measure(
     found = capsys.readouterr().err.strip()
     assert message in found
     assert "\n" not in found
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_own_configurations_are_possible_on_their_axes(
+    gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for axis in AXES:
+        path = step_config.write(tmp_path, axis, gpu=gpu)
+        config = load(path)
+        layout = Layout.of(config, 8)
+        axes = layout.axes(axis)
+        assert axes == (("tensor", "pipeline", "data") if axis == "all" else (axis,))
+        assert layout.tensor * layout.pipeline * layout.data == 8
+        arms = arms_of(axis, axes, formats=["e4m3"], boundaries=BOUNDARIES, compressors=COMPRESSORS)
+        found = configs(path, [], config, arms, axes)
+        if axis == "pipeline":
+            assert tuple(found.pipeline) == BOUNDARIES
+            mapl = found.pipeline["mapl"].compression.pipeline_parallel
+            assert mapl.resolved_rank() == (256 if gpu else 16)
+        if axis == "data":
+            assert set(found.data) == {*COMPRESSORS, PLAIN}
+
+
+def test_what_a_boundary_costs_is_said() -> None:
+    """f = 0.75: k = 4 from the messages, 3.2 with the exchange, whose limits are 2.29 and 2.06."""
+    arms, exposed = _arms()
+    cost = {"micro_batch_s": 0.001, "step_s": 0.002, "compute_s": 0.1, "share": 0.0105}
+    work = [
+        {"arm": "int4", **cost, "exchange_bytes": 62.5, "exchange_s": 0.02},
+        {"arm": "e4m3", **cost, "exchange_bytes": 0, "exchange_s": 0.0},
+    ]
+    report = {
+        "about": {"axis": "pipeline"},
+        "arms": [arm.record() for arm in arms],
+        "exposed": exposed,
+        "work": work,
+        "other_uncompressed": {},
+    }
+    _, silent, own, exchange, other = step_report.notes(report)
+    assert "stages still wait" in silent
+    assert "int4, a stage by itself: 1 ms a micro-batch and 2 ms a step" in own
+    assert "1.05% of the stage's 100 ms" in own
+    assert "20 ms by itself; with its bytes counted the limit is 2.06, of which int4" in exchange
+    assert "reaches 96.9%" in exchange
+    assert other.startswith("e4m3, a stage by itself")
