@@ -14,7 +14,7 @@ from megatron_taco.config.gradient_methods import METHOD_SETTINGS, SPARSELOCO
 from megatron_taco.config.megatron_section import whole
 from megatron_taco.config.pipeline_parallel import ELEMENTWISE, PipelineParallel
 from megatron_taco.lab.link import LabError
-from megatron_taco.lab.step_schedule import PLAIN, SILENT
+from megatron_taco.lab.step_schedule import FP32, PLAIN, SILENT
 from megatron_taco.patching import conflicts
 
 TENSOR, PIPELINE, DATA, ALL = "tensor", "pipeline", "data", "all"
@@ -113,15 +113,17 @@ def arms_of(
     Args:
         axis: One of ``AXES``.
         axes: The axes that it comes to in this run.
-        formats: Of the tensor axis.
+        formats: Of the tensor axis; ``fp32`` in ``all`` is an arm of its own.
         boundaries: Of the pipeline.
         compressors: Of data parallelism. Of each list ``all`` takes the first.
     """
     named = {TENSOR: formats, PIPELINE: boundaries, DATA: compressors}
     if axis == ALL:
-        first = {name: named[name][0] for name in axes}
+        first = {name: next(n for n in named[name] if n != FP32) for name in axes}
         found = [Arm(name=ALL, **first)]
         found += [Arm(name=name, **{name: code}) for name, code in first.items()]
+        if TENSOR in axes and FP32 in formats:
+            found.append(Arm(name=FP32, tensor=FP32))
     else:
         found = [Arm(name=code, **{axis: code}) for code in named[axis]]
     return [*found, Arm(name=SILENT, **dict.fromkeys(axes, SILENT))]

@@ -214,3 +214,34 @@ def test_what_a_boundary_costs_is_said() -> None:
     assert "20 ms by itself; with its bytes counted the limit is 2.06, of which int4" in exchange
     assert "reaches 96.9%" in exchange
     assert other.startswith("e4m3, a stage by itself")
+
+
+def test_against_fp32_messages_a_step_gains_more() -> None:
+    """f = 0.75: FP32 costs 1 - f + 2 f = 1.75 of a plain step, E4M3 0.625, so the limit is 2.8."""
+    arms, exposed = _arms()
+    wide = {"arm": "fp32", "raw": RAW, "wire": 2 * RAW, "ratio": 0.5, "step_s": [2.0]}
+    wide["limit"] = step_report.limit(0.75, RAW, 2 * RAW)
+    report = {
+        "about": {"axis": "tensor"},
+        "arms": [*(arm.record() for arm in arms), wide],
+        "exposed": exposed,
+        "other_uncompressed": {},
+    }
+    _, told = step_report.notes(report)
+    assert told == (
+        "Times as fast as with FP32 tensor-parallel messages, uncompressed: e4m3 3.20 (limit "
+        "2.80), int4 4.00 (limit 4.00)."
+    )
+
+
+def test_fp32_messages_are_an_arm_of_their_own_beside_all_axes() -> None:
+    arms = arms_of(
+        "all",
+        ("tensor", "data"),
+        formats=["fp32", "int8"],
+        boundaries=BOUNDARIES,
+        compressors=COMPRESSORS,
+    )
+    assert [arm.name for arm in arms] == ["all", "tensor", "data", "fp32", "silent"]
+    assert arms[0].tensor == arms[1].tensor == "int8"
+    assert (arms[3].tensor, arms[3].data) == ("fp32", PLAIN)
