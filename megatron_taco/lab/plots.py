@@ -88,6 +88,11 @@ def draw(report: Report, path: Path) -> None:
         figure.savefig(path, dpi=110, metadata=metadata)
 
 
+def drawable(report: Report) -> bool:
+    """Tells whether there is a plot of such a report."""
+    return report.get("benchmark") in _DRAWERS
+
+
 def where(report: Report) -> str:
     """Returns one line on the ranks, the device and the link of a report."""
     about, place = report["about"], report.get("place")
