@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_taco.config import Config, ConfigError, load
 from megatron_taco.config.files import missing_files
+from megatron_taco.data.errors import DataError
+from megatron_taco.patching.errors import PatchError
 from megatron_taco.training.quiet import quiet
 
 if TYPE_CHECKING:
@@ -98,6 +100,8 @@ def export(
         this = _Export(config, sequences, random_tokens, stack)
         try:
             code = this.run(fold=fold, approximate=approximate)
+        except (ConfigError, DataError, ExportError, PatchError):
+            raise
         except Exception:
             lines = log.getvalue().splitlines()[-20:]
             print(*lines, sep="\n", file=sys.__stderr__)
@@ -113,6 +117,7 @@ def _whole(
     run = load(path, overrides)
     ours = [f"megatron.{k}={v}" for k, v in _WHOLE.items() if k in run.megatron]
     ours += [f"compression.{axis}.mode=off" for axis in ("tensor_parallel", "data_parallel")]
+    ours += ["telemetry.tensorboard=false", "telemetry.wandb=null"]
     ours += [
         f"megatron.load={folder}",
         f"megatron.save={output}",
