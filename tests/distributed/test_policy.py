@@ -302,7 +302,7 @@ def test_buckets_by_policy(run_ranks: RankRunner, tmp_path: Path) -> None:
         "megatron.train_iters=4",
     ]
     save = [f"megatron.save={tmp_path / 'saved'}", "megatron.save_interval=2"]
-    times = {"reduce_scatter": 1.5, "all_gather": 2.5}  # on the slowest rank 3 and 5, of 4
+    times = {"reduce_scatter": 1.5, "all_gather": 4.5}
     policies = run_ranks(
         train, 4, config, [*auto, *save], partial(time_buckets, times, True), kept_data_policy,
         init=False, timeout=200,
@@ -315,9 +315,12 @@ def test_buckets_by_policy(run_ranks: RankRunner, tmp_path: Path) -> None:
     assert {m["role"]: m["collective"] for m in kept["measured"]} == by_role
     for measured in kept["measured"]:
         assert measured["plain_s"] == 4.0
-        assert measured["compressed_s"] == 2 * times[measured["collective"]]
+        assert measured["compressed_s"] / times[measured["collective"]] in (1, 2)
         assert measured["compress"] is (measured["role"] == "dp.gradients")
         assert measured["wire"] < 0.3 * measured["raw"]
+    for role in by_role:  # rank 3 is the slowest where its stage has such a bucket
+        slowest = max(m["compressed_s"] for m in kept["measured"] if m["role"] == role)
+        assert slowest == 2 * times[by_role[role]]
     end = next(line for line in metrics(tmp_path) if line["event"] == "end")["flows"]
     gradients, weights = end["dp.gradients.mlp reduce_scatter"], end["dp.weights.mlp all_gather"]
     assert gradients["compressed"] == gradients["calls"] > 4
