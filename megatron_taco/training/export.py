@@ -222,7 +222,7 @@ class _Export:
 
         set_global_variables(args)
         repair(registry)
-        initialize_megatron(store=dist.HashStore())
+        initialize_megatron(allow_no_cuda=device == "cpu", store=dist.HashStore())
         self._stack.callback(dist.destroy_process_group)
         return args
 
@@ -263,9 +263,8 @@ class _Export:
         registry = Registry()
         ModelInit([hooks.model_built]).claim(registry)
         self._stack.callback(registry.apply().undo)
-        attention = self._config.model.attention
-        attention = "sdpa" if attention == "auto" else attention
-        (model,) = get_model(ModelProvider(args, attention), wrap_with_ddp=False)
+        layers = self._config.model.layers(args.transformer_impl)
+        (model,) = get_model(ModelProvider(args, layers), wrap_with_ddp=False)
         return model, hooks
 
     def _describe(
