@@ -15,7 +15,9 @@ COPY examples ./examples
 COPY patches ./patches
 COPY scripts ./scripts
 
-# Without dependencies, so that nothing of the image, torch and Triton least of all, is replaced.
+# Without dependencies, so that nothing of the image, torch and Triton least of all, is replaced;
+# ranges of versions, of which pip takes what fits the image.
+# hadolint ignore=DL3013
 RUN pip install --no-cache-dir --no-deps . 'megatron-core>=0.18,<0.20' \
     && pip install --no-cache-dir \
         psutil 'pydantic>=2.9' 'pyyaml>=6' 'rich>=13' 'transformers>=4.45' tensorboard wandb pyroute2 \

@@ -6,11 +6,15 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test test-0.18 test-gpu lint clean
 .DEFAULT_GOAL := demo
 
+# te-source: Transformer Engine's Python, which tests read (tests/te_python.py). It is not installed:
+# without its compiled parts Megatron could not use it, and would try.
 $(STAMP): pyproject.toml requirements/tested.txt scripts/find_python.sh
 	@python=$$(PYTHON="$(PYTHON)" sh scripts/find_python.sh) || exit 1; \
 	echo "setting up $(VENV) with $$python"; \
 	"$$python" -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/tested.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--constraint requirements/tested.txt --target $(VENV)/te-source transformer-engine
 	@touch $@
 
 ## Train a small GPT on this machine's CPU twice, without and with TACO, and compare.
@@ -39,6 +43,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile Dockerfile.cpu
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -22,12 +22,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron_taco.drop_in.command_line import parse
     from megatron_taco.drop_in.refusals import refuse
     from megatron_taco.drop_in.script import check_script, run_script
+    from megatron_taco.training.launch_env import ranks_from_environment
 
     script = None
     try:
         launch = parse(sys.argv[1:] if argv is None else argv)
         check_script(launch.script)
         settings = load_settings(launch.compression, launch.overrides)
+        ranks_from_environment()  # without torchrun a run of one process, as in the trainer
         from megatron_taco.drop_in.install import install
 
         drop_in = install(settings, run_dir=launch.run_dir, device=launch.device)

@@ -7,12 +7,14 @@ which `make` unpacks beside the environment (installed, Megatron would try to us
 """
 
 import ast
+import contextlib
 import enum
 import importlib
 import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -102,8 +104,11 @@ def load(root: Path) -> ModuleType:
     norm_linear.apply_normalization = rms_norm
     compiled.rmsnorm_bwd = rms_norm_backward
     base.torch = Overlay(torch, cuda=Overlay(torch.cuda, is_available=lambda: True))
-    base.TransformerEngineBaseModule.prepare_forward = prepare_forward
-    base.TransformerEngineBaseModule.end_forward = lambda module: None
+    module = base.TransformerEngineBaseModule
+    # Older releases have it as a context.
+    later = hasattr(module, "end_forward")
+    module.prepare_forward = prepare_forward if later else prepared_forward
+    module.end_forward = lambda module: None
     return linear
 
 
@@ -113,6 +118,12 @@ def prepare_forward(module: Any, inp: torch.Tensor, *args: Any, **kwargs: Any) -
     module.set_activation_dtype(inp)
     module.init_fp8_metadata(num_gemms=1)
     return inp.contiguous()
+
+
+@contextlib.contextmanager
+def prepared_forward(module: Any, inp: torch.Tensor, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """The same as releases up to 2.14 have it."""
+    yield prepare_forward(module, inp)
 
 
 def gemm(

@@ -16,7 +16,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_taco.cli.machine import Fact, describe_machine, has_cuda, planned_repairs
+from megatron_taco.cli.machine import (
+    Fact,
+    describe_machine,
+    has_cuda,
+    planned_repairs,
+    te_problems,
+)
 from megatron_taco.patching import conflicts
 from megatron_taco.patching.fingerprints import known
 from megatron_taco.patching.inspection import (
@@ -24,8 +30,11 @@ from megatron_taco.patching.inspection import (
     inspect_all,
     megatron_root,
     megatron_version,
+    package_root,
 )
+from megatron_taco.patching.target import MEGATRON, TRANSFORMER_ENGINE
 from megatron_taco.patching.targets import SUPPORTED, TARGETS
+from megatron_taco.patching.te_targets import TE_TARGETS
 
 if TYPE_CHECKING:
     from megatron_taco.config import Config
@@ -67,7 +76,7 @@ class Diagnosis:
             lines += [
                 f"{finding.target.name}: {finding.detail}"
                 for finding in self.findings
-                if finding.status != "ok"
+                if finding.status != "ok" and finding.target.package == MEGATRON
             ]
         lines += [f"{fact.name}: {fact.value}" for fact in self.machine if fact.level == "problem"]
         return lines + self.conflicts
@@ -126,6 +135,9 @@ def diagnose(
 
         config = load(config_file, overrides or [])
         refusals, notes = conflicts.check(config), conflicts.notes(config)
+        if not refusals and config.compression.tensor_parallel.enabled:
+            uses_te = config.megatron.get("transformer_impl") == conflicts.TE_IMPL
+            refusals += te_problems() if uses_te else []
         if config.run.device == "cuda" and not cuda:
             refusals.append(
                 f"{config.where('run.device')}: run.device: cuda, and torch sees no GPU here; "
@@ -141,13 +153,20 @@ def diagnose(
         raise ConfigError(f"command line: {overrides[0]}: overrides need --config FILE")
     return Diagnosis(
         version=megatron_version(root) if root else None,
-        findings=inspect_all(TARGETS, known()),
+        findings=inspect_all(TARGETS, known()) + _te_findings(),
         machine=describe_machine(root),
         repairs=planned_repairs(root, cuda),
         config=config_file,
         conflicts=refusals,
         notes=notes,
     )
+
+
+def _te_findings() -> list[Finding]:
+    """The targets in Transformer Engine, where that is installed."""
+    if package_root(TRANSFORMER_ENGINE) is None:
+        return []
+    return inspect_all(TE_TARGETS, known(TRANSFORMER_ENGINE), TRANSFORMER_ENGINE)
 
 
 def _megatron_refusals(config: Config, *, cuda: bool, with_data: bool) -> list[str]:

@@ -9,6 +9,11 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Literal
 
+from megatron_taco.patching.fingerprints import known
+from megatron_taco.patching.inspection import inspect_all, package_root, package_version
+from megatron_taco.patching.target import DISTRIBUTIONS, TE_SUPPORTED, TRANSFORMER_ENGINE
+from megatron_taco.patching.te_targets import TE_TARGETS
+
 Level = Literal["ok", "note", "problem"]
 
 
@@ -120,17 +125,26 @@ def _required(name: str, advice: str) -> Fact:
 
 
 def _transformer_engine() -> Fact:
-    if util.find_spec("transformer_engine") is None:
-        return Fact("transformer-engine", "not installed (not needed)", "note")
-    version = next(
-        (
-            found
-            for name in ("transformer-engine", "transformer_engine_cu13", "transformer_engine_cu12")
-            if (found := _version(name))
-        ),
-        "installed",
+    name = DISTRIBUTIONS[TRANSFORMER_ENGINE]
+    root = package_root(TRANSFORMER_ENGINE)
+    if root is None:
+        return Fact(name, "not installed (not needed)", "note")
+    version = package_version(TRANSFORMER_ENGINE, root) or "installed"
+    strange = te_problems()
+    if not strange:
+        return Fact(name, f"{version}, known: its linears' traffic can be compressed")
+    return Fact(
+        name,
+        f"{version}: {strange[0]}; compression goes with transformer_impl: local alone, or "
+        f"install {name}{TE_SUPPORTED}",
+        "note",
     )
-    return Fact("transformer-engine", version)
+
+
+def te_problems() -> list[str]:
+    """What of Transformer Engine is not as we know it, one line each; empty if all is."""
+    findings = inspect_all(TE_TARGETS, known(TRANSFORMER_ENGINE), TRANSFORMER_ENGINE)
+    return [f"{f.target.name}: {f.detail}" for f in findings if f.status != "ok"]
 
 
 def _apex() -> Fact:

@@ -13,7 +13,6 @@ from megatron_taco.patching.fingerprints import known
 from megatron_taco.patching.inspection import inspect_all
 from megatron_taco.patching.target import TRANSFORMER_ENGINE
 from megatron_taco.patching.te_targets import TE_TARGETS
-from megatron_taco.patching.transformer_engine import quantised_gathers
 
 _FROM_MODEL_CONFIG = ("tensor_model_parallel_size", "tp_comm_overlap", "symmetric_ar_type")
 
@@ -54,6 +53,8 @@ def facts_of_megatron() -> Facts:
     """What Megatron's validated arguments say; for scripts that use ``megatron.training``."""
     from megatron.training import get_args
 
+    from megatron_taco.patching.transformer_engine import quantised_gathers
+
     args = get_args()
     return Facts(
         arguments=vars(args),
@@ -78,6 +79,8 @@ def facts_of_model(model_config: Any, position_embedding_type: str, save: Path |
         position_embedding_type: as it is given to ``GPTModel``.
         save: folder of the checkpoints, or None.
     """
+    from megatron_taco.patching.transformer_engine import quantised_gathers
+
     return Facts(
         arguments={name: getattr(model_config, name, None) for name in _FROM_MODEL_CONFIG},
         sequence_parallel=model_config.sequence_parallel,

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import yaml
+
 from megatron_taco import compressors
 from megatron_taco.collectives.router import Router
 from megatron_taco.config import Settings
@@ -153,6 +155,7 @@ class Session:
             metrics=metrics,
             log_interval=log_interval,
             extra=None if boundaries is None else boundaries.figures,
+            describe=self._describe,
         )
         self._config, self._knows_messages = config, knows_messages
         self.costs: list[Cost] = []
@@ -227,6 +230,13 @@ class Session:
         self._transformer_engine = transformer_engine
         self._forward_chunks = config.compression.tensor_parallel.forward_chunks
         self._error_every = config.telemetry.error_every
+
+    def _describe(self) -> dict[str, Any]:
+        """The resolved configuration and, under ``auto``, the policy."""
+        described: dict[str, Any] = {"configuration": yaml.safe_load(self._config.to_yaml())}
+        if self.router is not None and self.router.policy is not None:
+            described["policy"] = self.router.policy.to_dict()
+        return described
 
     def _note_angles(self, angles: dict[str, dict[str, float]]) -> None:
         self.reporter.note("projectors", self.current_step or 0, angles=angles)

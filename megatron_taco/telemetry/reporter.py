@@ -21,6 +21,7 @@ from rich.table import Table
 from megatron_taco.telemetry.console import flow_table, make_console, step_line
 from megatron_taco.telemetry.costs import Cost, cost_table, records
 from megatron_taco.telemetry.counters import Counters, FlowTotal
+from megatron_taco.telemetry.trackers import attach, write_scalars
 
 Scalar = float | torch.Tensor
 
@@ -48,6 +49,7 @@ class Reporter:
         metrics: path of ``metrics.jsonl``, or None to write no file.
         log_interval: steps between two reports.
         extra: gives further entries of a step's record; every rank calls it for every record.
+        describe: gives what is attached to TensorBoard and wandb at the first report.
     """
 
     def __init__(
@@ -58,9 +60,12 @@ class Reporter:
         metrics: Path | None,
         log_interval: int,
         extra: Callable[[], dict[str, Any]] | None = None,
+        describe: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self.counters = counters
         self._extra = extra
+        self._describe = describe
+        self._attached = False
         self.log_interval = log_interval
         self._console = make_console(stream)
         self._stream = stream
@@ -172,7 +177,7 @@ class Reporter:
             **(self._extra() if self._extra is not None else {}),
         }
         self._write(record)
-        self._write_scalars(writers, iteration, flows)
+        self._track(writers, iteration, flows)
         if dist.get_rank() == 0:
             self.say(
                 step_line(
@@ -187,6 +192,12 @@ class Reporter:
                     skipped=skipped,
                 )
             )
+
+    def _track(self, writers: Sequence[Any], iteration: int, flows: Sequence[FlowTotal]) -> None:
+        if writers and not self._attached:
+            self._attached = True
+            attach(writers, self._describe())
+        write_scalars(writers, iteration, flows)
 
     @staticmethod
     def _flow_record(total: FlowTotal) -> dict[str, Any]:
@@ -211,20 +222,6 @@ class Reporter:
             wire[role] = wire.get(role, 0) + total.wire
             compressed[role] = compressed.get(role, 0) + total.compressed
         return [(role, wire[role] / raw[role]) for role in raw if compressed[role] and raw[role]]
-
-    @staticmethod
-    def _write_scalars(writers: Sequence[Any], iteration: int, flows: Sequence[FlowTotal]) -> None:
-        for writer in writers:
-            for total in flows:
-                name = f"megatron_taco/{total.flow.role}/{total.flow.collective}"
-                scalars = {"wire_bytes": total.wire, "raw_bytes": total.raw}
-                if total.error is not None:
-                    scalars["error"] = total.error  # type: ignore[assignment]
-                for key, value in scalars.items():
-                    if hasattr(writer, "add_scalar"):
-                        writer.add_scalar(f"{name}/{key}", value, iteration)
-                    else:
-                        writer.log({f"{name}/{key}": value}, iteration)
 
     def evaluation(self, *, label: str, iteration: int, loss: Scalar | None) -> None:
         """Report the loss on a held-out set; every rank calls it.

@@ -1,5 +1,7 @@
 """The trainer over real processes: parallel layouts, recomputation, resumption, bit-equality."""
 
+import json
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -249,8 +251,28 @@ def prepare_text_once(rank: int, world_size: int, folder: str) -> None:
     prepare_text(Path(folder))
 
 
-def test_prepared_data_blends_and_tensorboard(run_ranks: RankRunner, tmp_path: Path) -> None:
-    """Own .bin/.idx prefixes as a weighted blend, split as Megatron does; scalars are written."""
+def wandb_records(folder: Path) -> list[Any]:
+    """What an offline run of wandb has kept."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    (file,) = folder.glob("**/offline-run-*/run-*.wandb")
+    store = DataStore()
+    store.open_for_scan(str(file))
+    records = []
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        records.append(record)
+    return records
+
+
+def test_prepared_data_blends_and_trackers(run_ranks: RankRunner, tmp_path: Path) -> None:
+    """Own .bin/.idx prefixes as a weighted blend, split as Megatron does.
+
+    Scalars and the resolved configuration go to TensorBoard and, offline, to wandb.
+    """
+    wandb = util.find_spec("wandb") is not None
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = write_config(tmp_path)
@@ -261,6 +283,7 @@ def test_prepared_data_blends_and_tensorboard(run_ranks: RankRunner, tmp_path: P
         "data.split='9,1,0'",
         "data.tokenizer=bytes",
         "telemetry.tensorboard=true",
+        *(["telemetry.wandb={project: test, mode: offline}"] if wandb else []),
         "megatron.eval_iters=2",
         "megatron.train_iters=12",
         "megatron.lr_decay_iters=12",
@@ -281,3 +304,21 @@ def test_prepared_data_blends_and_tensorboard(run_ranks: RankRunner, tmp_path: P
     )
     assert ratio == pytest.approx(0.516, abs=0.001)
     assert len(events.Scalars("lm loss")) == 12
+    (text,) = events.Tensors("megatron_taco/configuration/text_summary")
+    assert b"min_bytes: 1024" in text.tensor_proto.string_val[0]
+    if not wandb:
+        pytest.skip("TensorBoard's part has passed; the extra [dev] brings wandb")
+    records = wandb_records(tmp_path / "run" / "wandb")
+    logged = [
+        {item.key or item.nested_key[-1]: item.value_json for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    assert [float(step[f"{name}/wire_bytes"]) for step in logged if f"{name}/wire_bytes" in step]
+    described = [
+        update.value_json
+        for record in records
+        for update in (*record.config.update, *record.run.config.update)
+        if (update.key or update.nested_key[-1]) == "megatron_taco_configuration"
+    ]
+    assert json.loads(described[-1])["compression"]["tensor_parallel"]["min_bytes"] == 1024

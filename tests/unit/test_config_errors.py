@@ -220,6 +220,7 @@ CASES = {
         GOOD + "megatron:\n  transformer_impl: local\n  context_parallel_size: 2.0",
         "x.yaml:5: megatron.context_parallel_size: 2 needs Transformer Engine's attention; set "
         "megatron.transformer_impl: transformer_engine and model.attention: megatron, or "
+        "model.attention: te, or "
         "megatron.context_parallel_size: 1",
     ),
     "zero-centred gamma": (

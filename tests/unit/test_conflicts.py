@@ -25,8 +25,9 @@ def config(tmp_path: Path, mode: str = "on", **megatron: Any) -> Config:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tp_comm_overlap": True}, "tp_comm_overlap: false"),
-    ({"transformer_impl": "transformer_engine"}, "transformer_impl: local"),
     ({"transformer_impl": "inference_optimized"}, "transformer_impl: local"),
+    ({"use_transformer_engine_op_fuser": True}, "use_transformer_engine_op_fuser: false"),
+    ({"symmetric_ar_type": "two_shot"}, "remove megatron.symmetric_ar_type"),
     ({"cuda_graph_impl": "local"}, "cuda_graph_impl: none"),
     ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl: none"),
     ({"enable_cuda_graph": True}, "remove megatron.enable_cuda_graph"),
@@ -52,6 +53,24 @@ def test_refused_with_line_reason_and_change(
     assert message.startswith(f"{loaded.where(key)}: {key}: ")
     assert change in message
     assert conflicts.check(config(tmp_path, mode="off", **arguments)) == []
+
+
+def test_transformer_engine_goes_with_compression_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = config(tmp_path, transformer_impl="transformer_engine")
+    monkeypatch.setattr(conflicts, "find_spec", lambda name: None)
+    (message,) = conflicts.check(loaded)
+    assert "Transformer Engine is not installed; set megatron.transformer_impl: local" in message
+    monkeypatch.setattr(conflicts, "find_spec", lambda name: object())
+    assert conflicts.check(loaded) == []
+    overrides = ["compression.tensor_parallel.forward_chunks=4"]
+    (message,) = conflicts.check(load(tmp_path / "run.yaml", overrides))
+    assert "cannot be made in parts" in message
+    settings = load_settings(None, ["compression.tensor_parallel.mode=on", *overrides])
+    flags = {"tensor_model_parallel_size": 2, "transformer_impl": "transformer_engine"}
+    (message,) = conflicts.check_arguments(settings, flags)
+    assert message.startswith("compression.tensor_parallel.forward_chunks: 4 (command line")
 
 
 def test_one_rank_has_nothing_to_compress(tmp_path: Path) -> None:
@@ -120,8 +139,8 @@ def test_a_scripts_flags_are_refused_by_their_own_names() -> None:
     for given, found, change in (
         ({"tp_comm_overlap": True}, "--tp-comm-overlap does", "leave --tp-comm-overlap out"),
         (
-            {"transformer_impl": "transformer_engine"},
-            "--transformer-impl transformer_engine does",
+            {"transformer_impl": "inference_optimized"},
+            "--transformer-impl inference_optimized does",
             "give --transformer-impl local, or compression off",
         ),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph does", "leave --enable-cuda-graph out"),

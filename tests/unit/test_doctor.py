@@ -254,6 +254,35 @@ def test_apex_of_pypi_is_told_from_nvidias(
     assert text in apex.value
 
 
+def test_a_transformer_engine_that_is_not_known_is_a_note_until_a_configuration_wants_it(
+    capsys: pytest.CaptureFixture[str],
+    config_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "pytorch" / "distributed.py").write_text("def allreduce(inp): return inp\n")
+    notes = tmp_path / "transformer_engine-2.20.2.dist-info"
+    notes.mkdir()
+    (notes / "METADATA").write_text("Name: transformer-engine\nVersion: 2.20.2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    doctor_this = ["doctor", "--json", "--quick", "--config", str(config_file)]
+    main(doctor_this)
+    report = json.loads(capsys.readouterr().out)
+    status = {target["name"]: target["status"] for target in report["targets"]}
+    assert status["tensor.te.all_reduce"] == "changed"
+    assert status["tensor.te.linear_function"] == "missing"
+    assert report["conflicts"] == []
+    (fact,) = [fact for fact in report["machine"] if fact["name"] == "transformer-engine"]
+    assert fact["level"] == "note"
+    assert fact["value"].startswith("2.20.2: tensor.te.all_reduce: source not known from 2.10.0")
+    assert main([*doctor_this, "megatron.transformer_impl=transformer_engine"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert any("tensor.te.all_reduce: source not known" in line for line in report["conflicts"])
+
+
 def test_help_lists_commands_and_imports_no_torch() -> None:
     code = (
         "import sys\nfrom megatron_taco.cli import main\n"

@@ -1,5 +1,6 @@
 """A script runs as the main module, and a module is met as soon as it is imported."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,3 +103,16 @@ def test_a_missing_module_is_still_missing(package: str) -> None:
     with pytest.raises(ModuleNotFoundError):
         __import__(f"{package}.nothing")
     waiting.undo()
+
+
+def test_without_torchrun_the_launcher_makes_a_run_of_one_process(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os; print(*(os.environ[n] for n in ('RANK', 'MASTER_ADDR')))\n")
+    variables = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    off = "--compression.tensor_parallel.mode=off"
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_taco.launch", off, str(script)],
+        env={key: value for key, value in os.environ.items() if key not in variables},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "0 127.0.0.1\n"), done.stderr
