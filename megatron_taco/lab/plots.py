@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from megatron_taco.lab import loss_report
 from megatron_taco.lab.link import RankLink
 from megatron_taco.lab.loss_report import UNCOMPRESSED
+from megatron_taco.lab.study_plot import curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -261,4 +262,5 @@ _DRAWERS: Final[dict[str, Callable[[Figure, Report], None]]] = {
     "collectives": _collectives,
     "step": _step,
     "losses": _losses,
+    "study": curves,
 }

@@ -196,6 +196,7 @@ _TABLES: Final[dict[str, Callable[[Report], list[str]]]] = {
     "step": _step,
     "losses": _losses,
     "table": _table,
+    "study": lambda report: list(report["lines"]),
 }
 _SAYS: Final[dict[str, Callable[[Report], str]]] = {
     "kernels": _graphs,
@@ -203,4 +204,5 @@ _SAYS: Final[dict[str, Callable[[Report], str]]] = {
     "step": _trained,
     "losses": lambda report: str(report["about"]["text"]),
     "table": lambda report: str(report["about"]["text"]),
+    "study": lambda report: str(report["about"]["text"]),
 }
