@@ -16,6 +16,7 @@ from megatron_taco.lab import loss_report
 from megatron_taco.lab.part_order import Nodes
 from megatron_taco.lab.places import free_port
 from megatron_taco.lab.results import Part, main
+from megatron_taco.lab.results_page import Section
 from tests.unit.test_plots import COLLECTIVES, KERNELS, STEP
 
 ABOUT = {
@@ -181,6 +182,7 @@ INTERRUPTED = """
 import sys
 from pathlib import Path
 from megatron_taco.lab.results import Part, main
+from megatron_taco.lab.results_page import Section
 folder = Path(sys.argv[1])
 parts = [
     Part(name="step", title="Step", command=("-c", *sys.argv[2:5])),
@@ -297,3 +299,20 @@ def test_losses_side_by_side() -> None:
     assert "ms a step, median" in timed
     head, rows = loss_report.flow_table(records["int4"])
     assert rows == [["tp.forward all_reduce", "10", "8", "2", "1", "0.500", "2.60%", "0"]]
+
+
+def test_a_table_stands_on_a_page_without_a_plot(tmp_path: Path) -> None:
+    tables = [{"title": "Runs", "head": ["run", "loss"], "rows": [["on", "3.1"]], "notes": ["Ok."]}]
+    report = {
+        "benchmark": "table",
+        "about": {"text": "Where it ran."},
+        "tables": tables,
+        "run": {"command": "c", "date": "d", "commit": "e"},
+    }
+    section = Section(name="drop-in", title="A script", aim="", report=report, folder=tmp_path)
+    text = "\n".join(section.lines())
+    assert text == (
+        "## A script\n\n`c`, d, commit e.\n\nWhere it ran.\n\n### Runs\n\n"
+        "| run | loss |\n| --- | --- |\n| on | 3.1 |\n\nOk."
+    )
+    assert not list(tmp_path.iterdir())
