@@ -6,8 +6,10 @@ The caller is a script that starts nothing unless it is ``__main__``.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -26,6 +28,7 @@ _PRELOAD: Final = (
     "megatron_taco.training.run",
 )
 _END_S: Final = 60.0
+_PR_SET_PDEATHSIG: Final = 1
 
 
 class Forked:
@@ -104,6 +107,8 @@ def _free_port() -> int:
 def _rank(
     rank: int, ranks: int, port: int, log: Path, main: Callable[..., Any], arguments: Sequence[Any]
 ) -> None:
+    if sys.platform.startswith("linux"):  # the server ends with the script, however that ends
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

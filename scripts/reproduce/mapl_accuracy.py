@@ -115,8 +115,8 @@ SMALL = Shape(
     rank=32,
     vocab=1_024,
     recipe=Recipe(limit=24_000_000),
-    eval_iters=12,
-    warmup_steps=50,
+    eval_iters=8,
+    warmup_steps=20,
 )
 COMMON = (
     *("megatron.tensor_model_parallel_size=1", "megatron.pipeline_model_parallel_size=1"),
