@@ -40,6 +40,7 @@ PRELOADS: dict[str, tuple[str, ...]] = {
         "megatron.core.models.gpt.gpt_model",
         "megatron.core.optimizer",
         "megatron.core.pipeline_parallel.schedules",
+        "megatron.core.tokenizers.text",
         "megatron.training",
         "megatron.training.arguments",
         "megatron.training.training",

@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; 1 where folding was asked for and is not exact; 2 for a user's mistake.
     """
+    from megatron_taco.data.errors import DataError
+    from megatron_taco.patching.errors import PatchError
     from megatron_taco.training.export import ExportError, export
 
     try:
@@ -68,6 +70,6 @@ def run(args: argparse.Namespace) -> int:
             sequences=args.sequences,
             random_tokens=args.random_tokens,
         )
-    except ExportError as error:
+    except (DataError, ExportError, PatchError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -19,7 +19,8 @@ _TEXT_SUFFIXES = (
     *(".java", ".scala", ".kt", ".swift", ".go", ".rs", ".js", ".jsx", ".ts", ".tsx"),
 )
 _JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
-DEFAULT_INCLUDE = tuple(f"*{suffix}" for suffix in (*_TEXT_SUFFIXES, *_JSONL_SUFFIXES))
+TEXT_INCLUDE = tuple(f"*{suffix}" for suffix in _TEXT_SUFFIXES)
+DEFAULT_INCLUDE = (*TEXT_INCLUDE, *(f"*{suffix}" for suffix in _JSONL_SUFFIXES))
 
 
 @dataclass(frozen=True, slots=True)

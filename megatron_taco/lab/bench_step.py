@@ -26,9 +26,9 @@ from megatron_taco.lab.link import LabError
 from megatron_taco.lab.plot_file import plot_file
 from megatron_taco.lab.step_arms import AXES, BOUNDARIES, COMPRESSORS, TENSOR
 from megatron_taco.lab.step_config import UNCOMPRESSED
-from megatron_taco.lab.step_schedule import AUTO
+from megatron_taco.lab.step_schedule import AUTO, FP32
 
-ARMS: Final = (*FORMATS, AUTO)
+ARMS: Final = (*FORMATS, AUTO, FP32)
 _LISTS: Final = ("formats", "boundaries", "compressors")
 _SDPA = "sdpa"
 _TE = "transformer_engine"
@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="e4m3,int8,int6,int4",
         metavar="LIST",
         help=f"tensor axis: of {', '.join(ARMS)} (default: e4m3,int8,int6,int4); auto compresses "
-        "the messages that its policy chooses, with the first of the others or e4m3",
+        "the messages that its policy chooses, with the first of the others or e4m3; fp32 sends "
+        "uncompressed FP32 messages of the BF16 run, with --axis all as an arm of its own",
     )
     what.add_argument(
         "--boundaries",

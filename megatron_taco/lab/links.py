@@ -3,7 +3,7 @@
 All netlink requests are made inside the lab's own namespaces, so no interface of the machine is
 ever named in one, and no link of ours is in the machine's namespace even for a moment. Two hosts
 are joined by one veth pair; more by a bridge that has a namespace to itself. Every end has a
-``tbf`` qdisc, so a host neither sends nor receives faster than its rate.
+qdisc with a token bucket, so a host neither sends nor receives faster than its rate.
 """
 
 from __future__ import annotations
@@ -11,20 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Final
 
-from megatron_taco.lab import namespaces
+from megatron_taco.lab import namespaces, shaping
 from megatron_taco.lab.guard import guarded
 from megatron_taco.lab.link import MAX_HOSTS, NAMESPACE, PREFIX, Lab, LabError, Link
-
-_ROOT: Final = 0xFFFFFFFF
-_TBF: Final = 0x0001_0000
-_NETEM: Final = 0x0002_0000
-_QUEUE_S: Final = 0.05
-_SMALLEST_QUEUE: Final = 1 << 20
-_NETEM_PACKETS: Final = 1_000_000
-_NO_SUCH_KIND: Final = 2
-"""ENOENT, netlink's answer to a qdisc or link of a kind that the kernel does not have."""
+from megatron_taco.lab.shaping import explained
 
 
 def create(hosts: int, link: Link) -> Lab:
@@ -92,7 +83,7 @@ def read(name: str) -> Lab:
     if not hosts:
         raise LabError(f"no lab {name} is up; up: {', '.join(find()) or 'none'}")
     try:
-        link = namespaces.inside(f"{name}-h0", lambda: _read_link(f"{name}-link"))
+        link = namespaces.inside(f"{name}-h0", lambda: shaping.read(f"{name}-link"))
     except (OSError, LookupError) as error:
         raise LabError(f"lab {name} is not whole ({error!r}); remove it: lab down") from error
     return Lab(name=name, hosts=hosts, link=link)
@@ -121,7 +112,7 @@ def _join_two(lab: Lab) -> None:
     from pyroute2 import IPRoute
 
     peer = {"ifname": lab.interface, "net_ns_fd": lab.namespaces[1]}
-    with IPRoute() as ip, _explained("a veth pair"):
+    with IPRoute() as ip, explained("a veth pair"):
         ip.link("add", ifname=lab.interface, kind="veth", peer=peer)
 
 
@@ -130,15 +121,15 @@ def _join_many(lab: Lab) -> None:
 
     with IPRoute() as ip:
         bridge = f"{lab.name}-br"
-        with _explained("a bridge (three hosts or more)"):
+        with explained("a bridge (three hosts or more)"):
             ip.link("add", ifname=bridge, kind="bridge")
         master = ip.link_lookup(ifname=bridge)[0]
         for host, namespace in enumerate(lab.namespaces):
             peer = {"ifname": lab.interface, "net_ns_fd": namespace}
-            with _explained("a veth pair"):
+            with explained("a veth pair"):
                 ip.link("add", ifname=lab.port(host), kind="veth", peer=peer)
             index = ip.link_lookup(ifname=lab.port(host))[0]
-            _limit(ip, index, lab.link, delay=False)
+            shaping.limit(ip, index, lab.link, delay=False)
             ip.link("set", index=index, mtu=lab.link.mtu, master=master, state="up")
         ip.link("set", index=master, mtu=lab.link.mtu, state="up")
 
@@ -148,54 +139,7 @@ def _set_up(lab: Lab, host: int) -> None:
 
     with IPRoute() as ip:
         index = ip.link_lookup(ifname=lab.interface)[0]
-        _limit(ip, index, lab.link, delay=True)
+        shaping.limit(ip, index, lab.link, delay=True)
         ip.addr("add", index=index, address=lab.address(host), prefixlen=24)
         ip.link("set", index=ip.link_lookup(ifname="lo")[0], state="up")
         ip.link("set", index=index, mtu=lab.link.mtu, state="up")
-
-
-def _limit(ip: Any, index: int, link: Link, *, delay: bool) -> None:
-    """Puts the rate, and the delay where asked for, on what leaves through an interface."""
-    parent = _ROOT
-    if delay and link.delay_us:
-        with _explained("the netem qdisc (sch_netem), which --delay needs"):
-            ip.tc("add", "netem", index, _NETEM, delay=link.delay_us, limit=_NETEM_PACKETS)
-        parent = _NETEM + 1
-    rate = link.rate // 8
-    queue = max(_SMALLEST_QUEUE, int(rate * _QUEUE_S))
-    with _explained("the tbf qdisc (sch_tbf)"):
-        ip.tc("add", "tbf", index, _TBF, parent=parent, rate=rate, burst=link.burst, limit=queue)
-
-
-def _read_link(interface: str) -> Link:
-    from pyroute2 import IPRoute
-    from pyroute2.netlink.rtnl.tcmsg.common import tick_in_usec
-
-    with IPRoute() as ip:
-        index = ip.link_lookup(ifname=interface)[0]
-        mtu = next(iter(ip.get_links(index))).get_attr("IFLA_MTU")
-        options = {
-            qdisc.get_attr("TCA_KIND"): qdisc.get_attr("TCA_OPTIONS")
-            for qdisc in ip.get_qdiscs(index=index)
-        }
-    tbf = options["tbf"].get_attr("TCA_TBF_PARMS")
-    delay = options["netem"]["delay"] / tick_in_usec if "netem" in options else 0
-    return Link(
-        rate=tbf["rate"] * 8,
-        burst=round(tbf["buffer"] / tick_in_usec / 1e6 * tbf["rate"]),
-        mtu=mtu,
-        delay_us=round(delay),
-    )
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turns netlink's refusal of something into a :class:`LabError` that names it."""
-    from pyroute2.netlink.exceptions import NetlinkError
-
-    try:
-        yield
-    except NetlinkError as error:
-        if error.code in (_NO_SUCH_KIND, 95):  # EOPNOTSUPP, for kinds of links
-            raise LabError(f"this kernel does not have {what}") from error
-        raise LabError(f"the kernel refused {what}: {error}") from error

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from megatron_taco.lab import loss_report
 from megatron_taco.lab.link import RankLink
 from megatron_taco.lab.loss_report import UNCOMPRESSED
+from megatron_taco.lab.study_plot import curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,6 +86,11 @@ def draw(report: Report, path: Path) -> None:
         _DRAWERS[kind](figure, report)
         metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
         figure.savefig(path, dpi=110, metadata=metadata)
+
+
+def drawable(report: Report) -> bool:
+    """Tells whether there is a plot of such a report."""
+    return report.get("benchmark") in _DRAWERS
 
 
 def where(report: Report) -> str:
@@ -256,4 +262,5 @@ _DRAWERS: Final[dict[str, Callable[[Figure, Report], None]]] = {
     "collectives": _collectives,
     "step": _step,
     "losses": _losses,
+    "study": curves,
 }

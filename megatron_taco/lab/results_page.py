@@ -31,6 +31,7 @@ class Section:
         aim: What was to be reached; may be empty.
         report: What the benchmark wrote, with ``run``: command, date and commit.
         folder: Beside the page; gets the plot.
+        plot: Whether there is one.
     """
 
     name: str
@@ -38,11 +39,10 @@ class Section:
     aim: str
     report: Report
     folder: Path
+    plot: bool = True
 
     def lines(self) -> list[str]:
         """Returns the section and draws its plot."""
-        plot = self.folder / f"{self.name}.svg"
-        plots.draw(self.report, plot)
         run = self.report["run"]
         lines = [f"## {self.title}", ""]
         lines += [f"`{run['command']}`, {run['date']}, commit {run['commit']}.", ""]
@@ -52,17 +52,22 @@ class Section:
         if not self.report.get("usable", True):
             lines += ["**Unusable: the link was faster than it says.**", ""]
         lines += [*_TABLES[self.report["benchmark"]](self.report), ""]
+        if not self.plot or not plots.drawable(self.report):
+            return lines[:-1]
+        plot = self.folder / f"{self.name}.svg"
+        plots.draw(self.report, plot)
         return [*lines, f"![{self.title}]({self.folder.name}/{plot.name})"]
 
 
-def write(page: Path, sections: Sequence[Section]) -> None:
+def write(page: Path, sections: Sequence[Section], title: str = "") -> None:
     """Writes the sections into a page, each in its place or else at the end.
 
     Args:
         page: A file that may be there already; then what is outside of the sections stays.
         sections: In their order.
+        title: What a new page begins with; its name by default.
     """
-    text = page.read_text(encoding="utf-8") if page.exists() else f"# {_title(page)}\n"
+    text = page.read_text(encoding="utf-8") if page.exists() else f"{title or heading(page)}\n"
     for section in sections:
         start, end = f"<!-- measured: {section.name} -->", f"<!-- end: {section.name} -->"
         block = "\n".join([start, *section.lines(), end])
@@ -74,8 +79,9 @@ def write(page: Path, sections: Sequence[Section]) -> None:
     page.write_text(text, encoding="utf-8")
 
 
-def _title(page: Path) -> str:
-    return page.stem.replace("-", " ").capitalize()
+def heading(page: Path) -> str:
+    """Returns the title of a page that has no other: its name."""
+    return f"# {page.stem.replace('-', ' ').capitalize()}"
 
 
 def _collectives(report: Report) -> list[str]:
@@ -130,13 +136,28 @@ def _losses(report: Report) -> list[str]:
     lines: list[str] = []
     for layout in report["layouts"].values():
         runs = layout["runs"]
-        lines += [f"### {layout['title']}", ""]
+        if layout["title"]:
+            lines += [f"### {layout['title']}", ""]
         lines += markdown_table(*loss_report.table(runs, times=report["about"]["at_once"] == 1))
         off = loss_report.tail(runs[UNCOMPRESSED]["loss"])
         changes = {n: loss_report.tail(r["loss"]) / off - 1 for n, r in runs.items()}
         del changes[UNCOMPRESSED]
         told = ", ".join(f"{name} {change:+.2%}" for name, change in changes.items())
         lines += ["", f"Loss against uncompressed: {told}.", ""]
+        for name, run in runs.items():
+            if len(run["flows"]) and report["about"].get("bytes"):
+                lines += [f"Sent in the run {name}, by all ranks:", ""]
+                lines += [*markdown_table(*loss_report.flow_table(run)), ""]
+    return lines[:-1]
+
+
+def _table(report: Report) -> list[str]:
+    lines: list[str] = []
+    for table in report["tables"]:
+        if table.get("title"):
+            lines += [f"### {table['title']}", ""]
+        lines += [*markdown_table(table["head"], table["rows"]), ""]
+        lines += [line for note in table.get("notes", ()) for line in (note, "")]
     return lines[:-1]
 
 
@@ -174,10 +195,14 @@ _TABLES: Final[dict[str, Callable[[Report], list[str]]]] = {
     "collectives": _collectives,
     "step": _step,
     "losses": _losses,
+    "table": _table,
+    "study": lambda report: list(report["lines"]),
 }
 _SAYS: Final[dict[str, Callable[[Report], str]]] = {
     "kernels": _graphs,
     "collectives": _measured,
     "step": _trained,
     "losses": lambda report: str(report["about"]["text"]),
+    "table": lambda report: str(report["about"]["text"]),
+    "study": lambda report: str(report["about"]["text"]),
 }

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from megatron_taco.config import Config, ConfigError, load
-from megatron_taco.config.gradient_methods import METHOD_SETTINGS
+from megatron_taco.config.gradient_methods import METHOD_SETTINGS, SPARSELOCO
 from megatron_taco.config.megatron_section import whole
 from megatron_taco.config.pipeline_parallel import ELEMENTWISE, PipelineParallel
 from megatron_taco.lab.link import LabError
-from megatron_taco.lab.step_schedule import PLAIN, SILENT
+from megatron_taco.lab.step_schedule import FP32, PLAIN, SILENT
 from megatron_taco.patching import conflicts
 
 TENSOR, PIPELINE, DATA, ALL = "tensor", "pipeline", "data", "all"
@@ -30,8 +30,12 @@ BOUNDARIES: Final = (
 
 _TACO: Final = ("e4m3", "e5m2", "int8", "int6", "int4")
 _INTEGERS: Final = ("block_int8", "block_int6", "block_int4")
-COMPRESSORS: Final = ("sdp4bit", *_TACO, *_INTEGERS, *METHOD_SETTINGS)
-"""Arms of data parallelism: SDP4Bit, TACO's formats, block integers, gradient methods."""
+_METHODS: Final = tuple(name for name in METHOD_SETTINGS if name != SPARSELOCO)
+COMPRESSORS: Final = ("sdp4bit", *_TACO, *_INTEGERS, *_METHODS)
+"""Arms of data parallelism: SDP4Bit, TACO's formats, block integers, gradient methods.
+
+SparseLoCo is none of them: its replicas step apart, and most of its steps send nothing.
+"""
 
 _RANK_SHARE: Final = 8
 """Hidden size / rank of a projection, unless the configuration has a rank."""
@@ -109,15 +113,17 @@ def arms_of(
     Args:
         axis: One of ``AXES``.
         axes: The axes that it comes to in this run.
-        formats: Of the tensor axis.
+        formats: Of the tensor axis; ``fp32`` in ``all`` is an arm of its own.
         boundaries: Of the pipeline.
         compressors: Of data parallelism. Of each list ``all`` takes the first.
     """
     named = {TENSOR: formats, PIPELINE: boundaries, DATA: compressors}
     if axis == ALL:
-        first = {name: named[name][0] for name in axes}
+        first = {name: next(n for n in named[name] if n != FP32) for name in axes}
         found = [Arm(name=ALL, **first)]
         found += [Arm(name=name, **{name: code}) for name, code in first.items()]
+        if TENSOR in axes and FP32 in formats:
+            found.append(Arm(name=FP32, tensor=FP32))
     else:
         found = [Arm(name=code, **{axis: code}) for code in named[axis]]
     return [*found, Arm(name=SILENT, **dict.fromkeys(axes, SILENT))]
@@ -190,10 +196,12 @@ def _refuse_overlap(config: Config) -> None:
 
 def _boundary(name: str, config: Config) -> list[str]:
     kind, _, code = name.partition("+")
-    values: dict[str, object] = {"mode": "on", "boundary": kind, "check_every": 0}
-    if kind not in ELEMENTWISE and config.compression.pipeline_parallel.rank is None:
-        hidden = config.model.hidden_size
-        values["rank"] = max(1, (hidden or _RANK_SHARE) // _RANK_SHARE)
+    values: dict[str, object] = {"mode": "on", "boundary": kind}
+    if kind not in ELEMENTWISE:
+        values["check_every"] = 0
+        if config.compression.pipeline_parallel.rank is None:
+            hidden = config.model.hidden_size
+            values["rank"] = max(1, (hidden or _RANK_SHARE) // _RANK_SHARE)
     if code:
         values["quantizer.forward.kind"] = code
         values["quantizer.backward.kind"] = "int8" if code == "rvq" else code
@@ -211,7 +219,7 @@ def _compressor(name: str, config: Config) -> list[str]:
     else:
         codec = {"compressor": name}
     values |= {f"gradients.{key}": value for key, value in codec.items()}
-    if name in METHOD_SETTINGS:  # weights stay what the configuration says
+    if name in _METHODS:  # weights stay what the configuration says
         return [f"{_DATA}.{key}={value}" for key, value in values.items()]
     if config.megatron.get("use_distributed_optimizer") is not True:
         codec = {"compressor": "none"}

@@ -9,7 +9,7 @@ from typing import Any, Final
 from megatron_taco.config.canonical import to_yaml
 from megatron_taco.lab.link import LabError
 from megatron_taco.lab.step_arms import ALL, DATA, PIPELINE, TENSOR, world_size
-from megatron_taco.lab.step_schedule import AUTO
+from megatron_taco.lab.step_schedule import AUTO, FP32
 
 UNCOMPRESSED: Final[dict[str, tuple[str, ...]]] = {
     "sdpa": (),
@@ -137,7 +137,7 @@ def _compression(formats: Sequence[str], block: int, scales: str) -> list[str]:
         return [f"{section}.mode=off"]
     values = {
         "mode": "auto" if AUTO in formats else "on",
-        "format": next((name for name in formats if name != AUTO), "e4m3"),
+        "format": next((name for name in formats if name not in (AUTO, FP32)), "e4m3"),
         "block": block,
         "scales": scales,
         "start_step": 0,

@@ -28,7 +28,7 @@ from megatron_taco.lab.step_arms import Arm, ArmConfigs
 from megatron_taco.lab.step_data import DataArms
 from megatron_taco.lab.step_pipeline import PipelineArms
 from megatron_taco.lab.step_router import ArmRouter
-from megatron_taco.lab.step_schedule import AUTO, PLAIN, SILENT, Schedule, Turn
+from megatron_taco.lab.step_schedule import AUTO, FP32, PLAIN, SILENT, Schedule, Turn
 from megatron_taco.lab.step_work import Work, measure_work
 from megatron_taco.patching.boundary_gradients import EXCHANGE
 from megatron_taco.patching.session import Session
@@ -119,7 +119,7 @@ class StepDriver:
             self._router = session.router
             self._roles = session.router.roles
         settings = config.compression.tensor_parallel
-        for arm in {arm.tensor for arm in self._arms.values()} - {PLAIN, SILENT}:
+        for arm in {arm.tensor for arm in self._arms.values()} - {PLAIN, SILENT, FP32}:
             values = settings.settings() if arm == AUTO else {**settings.settings(), "format": arm}
             self._compressors[arm] = compressors.build(settings.compressor, **values)
         flows = step_pipeline.flows() + step_data.flows(self._configs.data)
@@ -161,7 +161,8 @@ class StepDriver:
         if router is None:
             return
         router.silent = arm.tensor == SILENT
-        router.roles = frozenset() if arm.tensor == PLAIN else self._roles
+        router.wide = arm.tensor == FP32
+        router.roles = frozenset() if arm.tensor in (PLAIN, FP32) else self._roles
         router.policy = self._policy if arm.tensor == AUTO else None
         if arm.tensor in self._compressors:
             router.compressor = self._compressors[arm.tensor]

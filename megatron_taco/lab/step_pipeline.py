@@ -162,7 +162,7 @@ class _Silent:
                 _communicate_shapes=lambda *_: ((1,), (1,)),
             )
             tiny = {
-                name: None if call[name] is None else call[name].detach().view(-1)[:1].clone()
+                name: None if call[name] is None else call[name].detach().reshape(-1)[:1].clone()
                 for name in ("tensor_send_next", "tensor_send_prev")
             }
             from_prev, from_next, requests = original(overlay, **(call | tiny))

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_taco.lab.rates import wire_seconds
-from megatron_taco.lab.step_schedule import PLAIN, SILENT, Schedule, Turn
+from megatron_taco.lab.step_schedule import FP32, PLAIN, SILENT, Schedule, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,11 +206,15 @@ def notes(report: Mapping[str, Any]) -> list[str]:
                 "for each other."
             )
         lines += [line for work in report.get("work", ()) for line in _work(work, report, f)]
+    lines += _against_fp32(report["arms"])
     plain = next(arm["median_s"] for arm in report["arms"] if arm["arm"] == PLAIN)
+    compressed = [arm for arm in report["arms"] if arm["arm"] not in (PLAIN, SILENT)]
     for name, seconds in report["other_uncompressed"].items():
+        other = statistics.median(seconds)
+        told = ", ".join(f"{arm['arm']} {other / arm['median_s']:.2f}" for arm in compressed)
         lines.append(
-            f"Uncompressed with {name}, in a run of its own: "
-            f"{plain / statistics.median(seconds):.2f} times as fast as plain here."
+            f"Uncompressed with {name}, in a run of its own: {plain / other:.2f} times as fast as "
+            f"plain here; times as fast as that: {told}."
         )
     return lines
 
@@ -238,6 +242,23 @@ def _work(work: Mapping[str, Any], report: Mapping[str, Any], exposed: float) ->
             )
         lines.append(f"{line}.")
     return lines
+
+
+def _against_fp32(arms: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence on the arms beside uncompressed FP32 communication, where that is one of them.
+
+    It sends more than a plain step, so its own limit is below 1, and divides theirs.
+    """
+    wide = next((arm for arm in arms if arm["arm"] == FP32), None)
+    if wide is None or wide["limit"] is None:
+        return []
+    told = ", ".join(
+        f"{arm['arm']} {arm['ratio'] / wide['ratio']:.2f} (limit "
+        f"{arm['limit'] / wide['limit']:.2f})"
+        for arm in arms
+        if arm["limit"] is not None and arm is not wide
+    )
+    return [f"Times as fast as with FP32 tensor-parallel messages, uncompressed: {told}."]
 
 
 def describe(report: Mapping[str, Any]) -> str:

@@ -1,9 +1,12 @@
-"""A router that the benchmark switches between arms, and that can leave the collectives out."""
+"""A router that the benchmark switches between arms.
+
+It can also leave the collectives out, or send FP32 where the tensors are narrower.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -11,6 +14,9 @@ from torch.distributed import ProcessGroup
 from megatron_taco.collectives.parts import SendPart
 from megatron_taco.collectives.router import Plain, Router
 from megatron_taco.collectives.work import Work
+from megatron_taco.lab.step_wide import send_wide
+
+_FP32_BYTES: Final = 4
 
 
 @dataclass(kw_only=True)
@@ -21,9 +27,31 @@ class ArmRouter(Router):
 
     Attributes:
         silent: Send nothing.
+        wide: Send FP32, uncompressed.
     """
 
     silent: bool = False
+    wide: bool = False
+
+    def _route(
+        self,
+        role: str,
+        collective: str,
+        output: Tensor,
+        input: Tensor,
+        group: ProcessGroup,
+        async_op: bool,
+        plain: Plain,
+    ) -> Any:
+        """Count a call and send it; where messages are wide, in FP32."""
+        if not self.wide or input.element_size() >= _FP32_BYTES:
+            return super()._route(role, collective, output, input, group, async_op, plain)
+        plan = self._plan(role, collective, output if collective == "all_gather" else input, group)
+        count = plan.counter
+        count.seen += 1
+        count.raw += plan.traffic.raw
+        count.wire += plan.traffic.raw * _FP32_BYTES // input.element_size()
+        return send_wide(collective, output, input, group, async_op)
 
     def all_reduce(
         self, role: str, tensor: Tensor, group: ProcessGroup, async_op: bool, plain: Plain

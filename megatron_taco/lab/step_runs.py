@@ -22,7 +22,7 @@ from megatron_taco.lab import link_check, plots, step_arms, step_config, step_re
 from megatron_taco.lab.link import LabError, RankLink
 from megatron_taco.lab.step_arms import Arm, ArmConfigs, Layout, world_size
 from megatron_taco.lab.step_driver import StepDriver, Steps
-from megatron_taco.lab.step_schedule import AUTO, PLAIN, SILENT, Schedule, schedule
+from megatron_taco.lab.step_schedule import AUTO, FP32, PLAIN, SILENT, Schedule, schedule
 
 _MODEL = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _MEGATRON = (
@@ -124,7 +124,7 @@ def _refuse_plain(plan: Schedule, steps: Steps) -> None:
     """Refuse figures of an arm that compressed nothing."""
     compressed = steps.column(3)
     for turn, numbers in plan.counted():
-        if turn.arm not in (PLAIN, SILENT, AUTO) and not compressed[numbers[0]]:
+        if turn.arm not in (PLAIN, SILENT, AUTO, FP32) and not compressed[numbers[0]]:
             raise LabError(
                 f"nothing went compressed in {turn.arm}: all messages are below min_bytes; lower "
                 "compression.tensor_parallel.min_bytes or compression.data_parallel.min_bytes"

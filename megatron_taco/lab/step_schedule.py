@@ -13,6 +13,8 @@ from typing import Final
 
 PLAIN: Final = "plain"
 AUTO: Final = "auto"
+FP32: Final = "fp32"
+"""An uncompressed arm whose tensor-parallel messages are FP32: the other baseline in use."""
 SILENT: Final = "silent"
 _WARM_UP: Final = -1
 _WARM_UP_STEPS: Final = 2

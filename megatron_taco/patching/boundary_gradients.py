@@ -110,11 +110,7 @@ def _exchange(
         operations.append(dist.P2POp(dist.isend, ours, rank, groups.pipeline))
         operations.append(dist.P2POp(dist.irecv, theirs, rank, groups.pipeline))
         arriving.append((numbers, theirs))
-        count = counters[EXCHANGE]
-        count.seen += 1
-        count.raw += ours.numel() * ours.element_size()
-        count.wire += ours.numel() * ours.element_size()
-        count.largest = max(count.largest, ours.numel() * ours.element_size())
+        _count(counters, ours.numel() * ours.element_size())
     if operations:
         for request in dist.batch_isend_irecv(operations):
             request.wait()
@@ -128,12 +124,24 @@ def _exchange(
     return found
 
 
-def summed_pulls(boundaries: Mapping[int, Boundary], groups: Groups) -> dict[int, Tensor]:
+def _count(counters: Counters, sent: int) -> None:
+    """Count a message between stages that goes as it is, of ``sent`` bytes."""
+    count = counters[EXCHANGE]
+    count.seen += 1
+    count.raw += sent
+    count.wire += sent
+    count.largest = max(count.largest, sent)
+
+
+def summed_pulls(
+    boundaries: Mapping[int, Boundary], groups: Groups, counters: Counters
+) -> dict[int, Tensor]:
     """What moves the subspace of a Subspace Network, in steps that end with a move.
 
     Args:
         boundaries: of this process, by number; none or all of the model's are due.
         groups: see :class:`Groups`.
+        counters: count what goes between stages.
 
     Returns:
         For each boundary the sum over all boundaries and replicas, FP32 [d, k].
@@ -148,6 +156,10 @@ def summed_pulls(boundaries: Mapping[int, Boundary], groups: Groups) -> dict[int
             total += boundary.pull
     for group in (*groups.replicas, groups.pipeline):
         ordered_all_reduce_(total, group)
+    stages = groups.pipeline.size()
+    if stages > 1:
+        sent = 2 * (stages - 1) * total.numel() * total.element_size() // stages
+        _count(counters, sent)
     return {number: total.clone() for number in due}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from megatron_taco.patching.errors import BoundaryError
@@ -52,15 +52,23 @@ def stage_cuts(config: Any) -> tuple[int, ...]:
     Raises:
         BoundaryError: a chunk has no layer.
     """
+    from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     stages = config.pipeline_model_parallel_size
     chunks = config.virtual_pipeline_model_parallel_size
-    starts = []
-    for chunk in range(chunks or 1):
-        vp_stage = chunk if chunks else None
-        starts += [get_transformer_layer_offset(config, vp_stage, stage) for stage in range(stages)]
-    starts.append(config.num_layers)
+    places = [(chunk, stage) for chunk in range(chunks or 1) for stage in range(stages)]
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None and stages > 1:
+        # Megatron's function would give the offset of this process's own stage for all.
+        counts = [layout.layout[stage][chunk].count(LayerType.decoder) for chunk, stage in places]
+        starts = [0, *accumulate(counts)]
+    else:
+        starts = [
+            get_transformer_layer_offset(config, chunk if chunks else None, stage)
+            for chunk, stage in places
+        ]
+        starts.append(config.num_layers)
     if any(start >= end for start, end in pairwise(starts)):
         raise BoundaryError(
             f"{_KEY}: a pipeline stage has no layers (stages begin after layers {starts[:-1]} of "

@@ -44,6 +44,9 @@ def data_parallel_hooks(
             local=isinstance(part, Gradients) and part.rounds is not None,
         )
 
+    name, arguments = settings.gradients.build()
+    if settings.gradients.rounds is not None:  # rounds count from there
+        arguments |= {"start_step": settings.start_step}
     inside = settings.gradients.inside_node()
     by_method = settings.gradients.method is not None
     return DataParallelHooks(
@@ -53,7 +56,7 @@ def data_parallel_hooks(
         inside_node=None if inside is None else compressors.build("block_integer", **inside),
         ranks_per_node=settings.gradients.ranks_per_node,
         seed=seed,
-        make_method=maker(*settings.gradients.build(), seed) if by_method else None,
+        make_method=maker(name, arguments, seed) if by_method else None,
         local_steps=settings.gradients.rounds,
         counter=lambda role, collective: counters[Flow(role, collective)],
     )

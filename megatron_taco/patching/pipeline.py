@@ -226,7 +226,7 @@ class PipelineHooks:
                 # The original leaves the global batch's number of tokens in num_tokens.
                 with torch.no_grad(), self.cost.timed():
                     gradients = whole_gradients(self.boundaries, groups, num_tokens, self._counters)
-                    gradients |= summed_pulls(self.boundaries, groups)
+                    gradients |= summed_pulls(self.boundaries, groups, self._counters)
                     statistics = summed_statistics(self.boundaries, groups)
                 self.optimizer.accept(gradients, statistics)
             return result

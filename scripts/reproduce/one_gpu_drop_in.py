@@ -253,10 +253,11 @@ def judge(name: str, records: dict[str, dict[str, Any]]) -> list[tuple[str, bool
 def report(args: argparse.Namespace, results: dict[str, Any], left_out: list[str]) -> str:
     """The report as Markdown."""
     found = environment()
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     lines = [
         "## Megatron-LM's pretrain_gpt.py, not edited",
         "",
-        f"{', '.join(found['gpus']) or platform.processor() or 'CPU'}, {found['versions']}, "
+        f"{', '.join(found['gpus']) or platform.processor() or 'CPU'}, {versions}, "
         f"Python {platform.python_version()}. Ranks share the device; NCCL or gloo over loopback. "
         f"{args.iterations} steps, BF16, `{SIZES['cpu' if args.cpu else 'gpu']}`; text is Python's "
         "standard library as bytes, one seed.",
@@ -276,7 +277,8 @@ def report(args: argparse.Namespace, results: dict[str, Any], left_out: list[str
     header = ["script and flags", "run", "last loss", "sent / plain", "compressed calls", "s"]
     lines += [*markdown_table(header, rows), ""]
     for name, result in results.items():
-        lines += [f"- {PARTS[name].title}: {text}: {ok}" for text, ok in result["checks"]]
+        for text, ok in result["checks"]:
+            lines.append(f"- {PARTS[name].title}: {text}{'' if ok else ': **this has to change**'}")
     lines += [f"- not run: {text}" for text in left_out]
     return "\n".join(lines) + "\n"
 

@@ -28,7 +28,17 @@ def test_the_report(run_ranks: RankRunner, tmp_path: Path) -> None:
     file, plot = tmp_path / "step.json", tmp_path / "step.svg"
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"arms": [{"step_s": [0.5, 0.25, 0.25]}]}))
-    words = [*MODEL, "--formats", "e4m3,int4", "--cycles", "2", "--steps", "1", "--settle", "0"]
+    words = [
+        *MODEL,
+        "--formats",
+        "e4m3,int4,fp32",
+        "--cycles",
+        "2",
+        "--steps",
+        "1",
+        "--settle",
+        "0",
+    ]
     words += ["--json", str(file), "--plot", str(plot), "--other", "megatron", str(other)]
     assert run_ranks(_bench, 2, words, init=False, timeout=120) == [0, 0]
     report = json.loads(file.read_text())
@@ -37,7 +47,7 @@ def test_the_report(run_ranks: RankRunner, tmp_path: Path) -> None:
     assert report["about"]["num_layers"] == 2
     assert report["other_uncompressed"] == {"megatron": [0.5, 0.25, 0.25]}
     arms = {arm["arm"]: arm for arm in report["arms"]}
-    assert list(arms) == ["plain", "e4m3", "int4", "silent"]
+    assert list(arms) == ["plain", "e4m3", "int4", "fp32", "silent"]
     assert len(report["exposed"]) == 2
     for name, block_bytes in (("plain", 0), ("e4m3", 264), ("int4", 136)):
         arm = arms[name]
@@ -49,6 +59,10 @@ def test_the_report(run_ranks: RankRunner, tmp_path: Path) -> None:
         assert arm["wire"] == compressed + 2 * MESSAGE
         assert min(arm["step_s"]) > 0
         assert len(arm["ratios"]) == (1 if name == "plain" else 2)
+    wide = arms["fp32"]
+    assert (wide["calls"], wide["compressed"]) == (PER_MICRO_BATCH, 0)
+    assert wide["wire"] == 2 * wide["raw"] == 2 * arms["plain"]["raw"]
+    assert wide["limit"] <= 1
     # Without the collectives there is nothing to send.
     assert (arms["silent"]["calls"], arms["silent"]["wire"]) == (0, 0)
     assert 1 <= arms["e4m3"]["limit"] <= arms["e4m3"]["raw"] / arms["e4m3"]["wire"]

@@ -178,6 +178,12 @@ def test_a_subspace_network_trains_moves_and_resumes(run_ranks: RankRunner, tmp_
     run("stages", 2, FP32, f"megatron.load={saved}", pp2)
     for step, loss in losses(tmp_path, "stages").items():
         assert loss == pytest.approx(expected[step], rel=1e-6)
+    flows = [line["flows"] for line in metrics(tmp_path, "stages") if line["event"] == "step"]
+    exchanged = [flow.get("pp.projector exchange", {}).get("wire_bytes", 0) for flow in flows]
+    assert exchanged == [2 * 64 * 16 * 4, 0]  # both ranks' share of a sum, in the step that moves
+    back = metrics(tmp_path, "whole")
+    first = next(line for line in back if line["event"] == "step")
+    assert first["boundaries"]["after_layer_1"]["error"] < 1e-5
 
 
 def test_a_subspace_network_in_bf16_keeps_its_masters_in_the_subspace(

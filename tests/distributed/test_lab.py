@@ -200,9 +200,12 @@ def test_a_killed_rank_leaves_nothing(call: Call) -> None:
     assert not marked(marker)
 
 
-def test_up_run_down(call: Call) -> None:
+@pytest.mark.parametrize(
+    ("rate", "bits", "burst"), [("200Mbit", 2e8, 64_000), ("100Gbit", 1e11, 1_000_000)]
+)
+def test_up_run_down(call: Call, rate: str, bits: float, burst: int) -> None:
     """A lab that stays serves runs, is found out by reading it, and goes; twice down is fine."""
-    done = call("lab", "up", "--hosts", "2", "--rate", "200Mbit", "--mtu", "4000")
+    done = call("lab", "up", "--hosts", "2", "--rate", rate, "--mtu", "4000")
     if _refused(done):
         return
     found = re.match(r"(taco\d+): 2 hosts, (.*); use it", done.stdout)
@@ -213,8 +216,8 @@ def test_up_run_down(call: Call) -> None:
         done = call("lab", "run", "--lab", lab, "--cpu", "--", "-c", PRINT_LINK)
         assert done.returncode == 0, done.stderr
         link = json.loads(done.stdout.splitlines()[0])["link"]
-        assert (link["rate"], link["mtu"], link["delay_us"]) == (200_000_000, 4000, 0)
-        assert link["burst"] == pytest.approx(64_000, rel=0.01)
+        assert (link["rate"], link["mtu"], link["delay_us"]) == (bits, 4000, 0)
+        assert link["burst"] == pytest.approx(burst, rel=0.01)
         assert not _gone(lab)
     finally:
         done = call("lab", "down", "--lab", lab)

@@ -235,10 +235,26 @@ def vary_lengths(rank: int) -> None:
     P2PCommunicator.__init__ = __init__
 
 
-def test_quantised_messages_shapes_first_and_evaluation(
+def whole_state(model: Any) -> dict[str, torch.Tensor]:
+    """All tensors of this rank's boundaries: projectors, momenta, codebooks and their counts."""
+    from megatron_taco.patching.boundary_chunk import ChunkBoundaries
+
+    chunks = [m for c in model for m in c.modules() if isinstance(m, ChunkBoundaries)]
+    return {
+        name: value.clone()
+        for chunk in chunks
+        for name, value in chunk.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def test_quantised_messages_shapes_first_evaluation_and_resume(
     run_ranks: RankRunner, tmp_path: Path
 ) -> None:
-    """RVQ after its warm-up and INT8 back; evaluation has other micro-batches and adds no state."""
+    """RVQ after its warm-up and INT8 back; evaluation has other micro-batches and adds no state.
+
+    A resumed run changes no bit, codebooks included.
+    """
     config = write_config(tmp_path)
     rvq = "compression.pipeline_parallel.quantizer.forward"
     overrides = [
@@ -252,11 +268,25 @@ def test_quantised_messages_shapes_first_and_evaluation(
         *("megatron.eval_iters=1", "megatron.eval_interval=2"),
         *("megatron.eval_micro_batch_size=1", "megatron.eval_global_batch_size=4"),
     ]
-    run_ranks(train, 2, config, [*overrides, "run.name=plain"], init=False, timeout=90)
+    saved = tmp_path / "saved"
+    save = ["run.name=plain", f"megatron.save={saved}", "megatron.save_interval=3"]
+    plain = run_ranks(
+        train, 2, config, [*overrides, *save], None, whole_state, init=False, timeout=90
+    )  # fmt: skip
     run_ranks(
         train, 2, config, [*overrides, *evaluation], vary_lengths, init=False, timeout=90
     )  # fmt: skip
     assert losses(tmp_path) == losses(tmp_path, "plain")
+    (saved / "latest_checkpointed_iteration.txt").write_text("3")
+    load = ["run.name=resumed", f"megatron.load={saved}"]
+    resumed = run_ranks(
+        train, 2, config, [*overrides, *load], None, whole_state, init=False, timeout=90
+    )  # fmt: skip
+    for whole, again in zip(plain, resumed, strict=True):
+        assert whole.keys() == again.keys()
+        assert all(torch.equal(value, again[name]) for name, value in whole.items())
+    kept = {name.rsplit(".", 1)[-1] for name in plain[0]}
+    assert {"a", "momentum", "table", "counts", "sums"} <= kept
     steps = [line for line in metrics(tmp_path, "plain") if line["event"] == "step"]
     sent = [line["flows"]["pp.forward send"] for line in steps]
     ids = 4 * 2 * 64 * 2  # micro-batches, sequences, positions, bytes

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_taco.boundaries import KINDS, BoundarySettings, Chain, QuantizerSettings, build
+from megatron_taco.boundaries.anchors import StaticAnchor
 from megatron_taco.boundaries.subspace import Subspace
 from tests.unit.boundary_cases import (
     B,
@@ -218,6 +219,12 @@ def test_a_constrained_model_loses_nothing_in_its_subspace():
     assert relative_error(weight.t() @ got.dx[0, 0], weight.t() @ g[0, 0]) < 1e-5
     unconstrained = x + noise(S, B, D, seed=5)
     assert relative_error(boundary(unconstrained, ids), unconstrained) > 0.1
+
+
+def test_a_fixed_row_does_not_depend_on_the_padded_vocabulary():
+    small, large = StaticAnchor(V, D, 3), StaticAnchor(V + 5, D, 3)
+    assert torch.equal(small.table, large.table[:V])
+    assert not torch.equal(small.table, StaticAnchor(V, D, 4).table)
 
 
 def test_adams_second_moment_is_level_along_the_hidden_dimension():

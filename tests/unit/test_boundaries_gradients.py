@@ -197,8 +197,16 @@ def test_anchors_start_from_zero_or_from_the_embedding():
     assert float((basis @ basis.t() - torch.eye(R)).abs().max()) < 1e-5
     projected = weight[ids].transpose(0, 1) @ basis.t() @ basis
     assert torch.allclose(factorised(ids, torch.float32), projected, atol=1e-5)
-    with pytest.raises(ValueError, match=r"the embedding is \[11, 3\], expected \[11, 64\]"):
+    with pytest.raises(
+        ValueError, match=r"embedding is \[11, 3\] from row 0, expected rows of \[11, 64\]"
+    ):
         full.start_from_embedding(weight[:, :3])
+    with pytest.raises(ValueError, match=r"embedding is \[11, 64\] from row 1, expected rows of"):
+        full.start_from_embedding(weight, first=1)
+    parts = FullAnchor(V, D)
+    parts.start_from_embedding(weight[:4])
+    parts.start_from_embedding(weight[4:], first=4)
+    assert torch.equal(parts.table, full.table)
     with pytest.raises(ValueError, match="StaticAnchor cannot start from the embedding"):
         StaticAnchor(V, D, 0).start_from_embedding(weight)
 

@@ -12,6 +12,7 @@ from megatron_taco.config import Config, ConfigError, load
 from megatron_taco.config.gradient_methods import METHOD_SETTINGS
 from megatron_taco.gradients import METHODS
 from megatron_taco.gradients.cd_adam import CDAdam
+from megatron_taco.gradients.sparseloco import SparseLoCo
 from megatron_taco.patching import conflicts, data_conflicts
 from megatron_taco.patching.data_flows import all_flows, expected_flows
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
@@ -304,6 +305,25 @@ def test_methods_with_memory_are_made_with_their_settings(tmp_path: Path) -> Non
     flows = expected_flows(hooks.gradients, distributed_optimizer=True)
     assert flows == [Flow("dp.gradients.cd_adam", "reduce_scatter")]
     assert set(flows) <= set(all_flows("cd_adam"))
+
+
+def test_rounds_of_local_steps_count_from_the_start_step(tmp_path: Path) -> None:
+    section = {
+        "mode": "on",
+        "start_step": 1,
+        "gradients": {"compressor": "sparseloco", "ratio": 0.1, "bits": 8, "local_steps": 3},
+    }
+    hooks = data_parallel_hooks(
+        config(tmp_path, section), Counters(all_flows("sparseloco")), seed=1
+    )
+    assert hooks is not None
+    assert hooks.local is not None
+    assert hooks.make_method is not None
+    method = hooks.make_method(cast(ProcessGroup, OneRank()), "bucket")
+    assert isinstance(method, SparseLoCo)
+    assert (method.start_step, method.local_steps, method.chunk) == (1, 3, 4096)
+    assert method.compressor == BlockInteger(8)
+    assert [hooks.local.ends_round(step) for step in range(7)] == [True, *[False, False, True] * 2]
 
 
 def test_one_rank_has_nothing_to_compress(tmp_path: Path) -> None:

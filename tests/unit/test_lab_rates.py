@@ -14,6 +14,7 @@ from megatron_taco.lab import rates, sizes
         ("1Gbit", 1_000_000_000),
         ("10gbit", 10_000_000_000),
         ("2.5Gbit", 2_500_000_000),
+        ("100Gbit", 100_000_000_000),
         ("25 Gbit", 25_000_000_000),
         ("1500kbit", 1_500_000),
     ],
@@ -31,7 +32,7 @@ def test_rates_are_bits_per_second(text: str, expected: int) -> None:
         ("-1Gbit", "is not a rate"),
         ("fast", "is not a rate"),
         ("999kbit", "outside"),
-        ("35Gbit", "outside"),
+        ("401Gbit", "outside"),
         ("0Gbit", "outside"),
     ],
 )
@@ -50,6 +51,7 @@ def test_bursts_are_small_against_what_is_sent_in_a_millisecond_or_two() -> None
     assert rates.default_burst(200_000_000) == 64_000
     assert rates.default_burst(1_000_000_000) == 64_000
     assert rates.default_burst(10_000_000_000) == 256_000
+    assert rates.default_burst(100_000_000_000) == 1_000_000
 
 
 def test_wire_seconds() -> None:

@@ -68,12 +68,16 @@ def parse_as(monkeypatch: pytest.MonkeyPatch) -> Parse:
     return parse_as
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+@pytest.mark.parametrize(
+    "name", sorted(str(path.relative_to(CONFIGS))[:-5] for path in CONFIGS.rglob("*.yaml"))
+)
 def test_every_configuration_file_is_accepted_by_megatron(name: str, parse_as: Parse) -> None:
     from megatron.training import argument_utils
 
     config = load(CONFIGS / f"{name}.yaml")
-    args = parse_as(config, *((4, "cpu") if name == "demo-cpu" else (8, "cuda")))
+    args = parse_as(
+        config, *((4, "cpu") if name == "demo-cpu" else (16 if "/" in name else 8, "cuda"))
+    )
     transformer, wanted = argument_utils.core_transformer_config_from_args(args), config.model
     assert args.data_parallel_size >= 1
     assert args.global_batch_size % (args.micro_batch_size * args.data_parallel_size) == 0

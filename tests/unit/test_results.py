@@ -1,18 +1,20 @@
 """Lists of benchmarks that are run once, and the page made of their JSON."""
 
-import argparse
-import importlib
-import importlib.util
 import json
 import re
+import signal
+import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_taco.cli.bench import BENCHMARKS
 from megatron_taco.lab import loss_report
+from megatron_taco.lab.part_order import Nodes
+from megatron_taco.lab.places import free_port
 from megatron_taco.lab.results import Part, main
 from tests.unit.test_plots import COLLECTIVES, KERNELS, STEP
 
@@ -128,9 +130,126 @@ def test_a_part_that_fails_leaves_nothing_and_the_others_run(
     parts = [bad, _part("step", tmp_path)]
     page = tmp_path / "page.md"
     assert main(parts, page, "test", ["--commit", "x"]) == 3
-    assert "bad failed with exit code 3" in capfd.readouterr().err
+    assert "== not done:\n==   bad: exit code 3\n" in capfd.readouterr().err
     assert sorted(p.name for p in (tmp_path / "page").iterdir()) == ["step.json", "step.svg"]
     assert "Bad" not in page.read_text()
+
+
+def test_too_few_gpus_are_one_line_and_the_others_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    parts = [_part("step", tmp_path, gpus=4), _part("kernels", tmp_path, gpus=2)]
+    page = tmp_path / "page.md"
+    assert main(parts, page, "test", ["--commit", "x"]) == 2
+    captured = capfd.readouterr()
+    assert (
+        captured.err == "== not done:\n==   step: needs 4 GPUs, found 2; --small runs it on CPUs\n"
+    )
+    assert "1 of 2 parts are there" in captured.out
+    assert [_runs(name, tmp_path) for name in ("step", "kernels")] == [0, 1]
+
+
+def test_the_small_form_has_a_page_of_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    step = _part("step", tmp_path, aim="a GPU's", gpus=4)
+    small = replace(step, command=("-c", "raise SystemExit(1)"), small=step.command)
+    none = _part("kernels", tmp_path, gpus=1, no_small="kernels need a GPU")
+    page = tmp_path / "many.md"
+    assert main([small, none], page, "test", ["--small", "--commit", "x"], heading="# Many") == 0
+    assert "==   kernels: no small form: kernels need a GPU" in capfd.readouterr().err
+    assert not page.exists()
+    text = (tmp_path / "many-small.md").read_text()
+    assert text.startswith("# Many, in small form\n\nCPU ranks over gloo")
+    assert "Aim" not in text
+    assert "](" not in text  # no plot: times are no result
+    assert [p.name for p in (tmp_path / "many-small").iterdir()] == ["step.json"]
+
+
+def test_parts_that_were_not_started_in_time_are_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    parts = [_part("step", tmp_path)]
+    assert main(parts, tmp_path / "page.md", "test", ["--seconds", "0"]) == 0
+    assert "==   step: not started" in capfd.readouterr().err
+    assert _runs("step", tmp_path) == 0
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from megatron_taco.lab.results import Part, main
+folder = Path(sys.argv[1])
+parts = [
+    Part(name="step", title="Step", command=("-c", *sys.argv[2:5])),
+    Part(name="slow", title="Slow", command=("-c", "import time; time.sleep(600)")),
+    Part(name="later", title="Later", command=("-c", *sys.argv[2:5])),
+]
+sys.exit(main(parts, folder / "page.md", "test", ["--commit", "x"]))
+"""
+
+
+def test_an_interrupted_list_keeps_what_is_complete(tmp_path: Path) -> None:
+    part = _part("step", tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path), *part.command[1:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.startswith("== slow"):
+                break
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGINT
+    assert "==   slow: interrupted by SIGINT" in err
+    assert "Traceback" not in err
+    found = sorted(p.name for p in (tmp_path / "page").iterdir())
+    assert found == ["step.json", "step.svg"]
+    assert "## Step" in (tmp_path / "page.md").read_text()
+    assert _runs("step", tmp_path) == 1  # nothing was started after it
+
+
+def test_several_machines_run_what_the_first_says(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What is there on the first is run on none; a part that fails on one ends on the other."""
+    port = free_port()
+    codes: list[int] = []
+
+    def machine(rank: int) -> int:
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        parts = [_part(name, folder) for name in ("step", "kernels", "collectives")]
+        fails = ("-c", "import sys; sys.exit(3)")
+        parts.insert(1, Part(name="bad", title="Bad", command=fails))
+        parts = [replace(part, small=part.command) for part in parts]  # no plots, which take time
+        if rank == 0:
+            (folder / "page-small").mkdir()
+            report = {**REPORTS["step"], "run": {"command": "c", "date": "d", "commit": "e"}}
+            (folder / "page-small" / "step.json").write_text(json.dumps(report))
+
+        def meet() -> Nodes:
+            return Nodes(count=2, rank=rank, address="127.0.0.1", port=port)
+
+        return main(parts, folder / "page.md", "test", ["--small", "--commit", "x"], meet=meet)
+
+    other = threading.Thread(target=lambda: codes.append(machine(1)))
+    other.start()
+    assert machine(0) == 3
+    other.join(timeout=60)
+    assert codes == [3]
+    for rank in range(2):
+        names = ("step", "kernels", "collectives")
+        assert [_runs(name, tmp_path / str(rank)) for name in names] == [0, 1, 1]
+    assert not (tmp_path / "1" / "page-small").exists()
+    assert len(list((tmp_path / "0" / "page-small").glob("*.json"))) == 3
 
 
 def test_the_environment_of_a_part_is_shown_and_set(tmp_path: Path) -> None:
@@ -147,27 +266,6 @@ def test_the_environment_of_a_part_is_shown_and_set(tmp_path: Path) -> None:
     command = ("-m", "megatron_taco.cli", "bench", "step", "--ranks", "2")
     shown = Part(name="n", title="T", command=command).shown
     assert shown == "megatron-taco bench step --ranks 2"
-
-
-@pytest.mark.parametrize("name", ["one_gpu_speed", "two_gpu_speed"])
-def test_the_lists_ask_for_what_the_benchmarks_take(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every command of a list is parsed as its benchmark parses it."""
-    folder = Path(__file__).parent.parent.parent / "scripts" / "reproduce"
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    parts = importlib.import_module(name).PARTS
-    assert len({part.name for part in parts}) == len(parts)
-    for part in parts:
-        if part.command[:3] != ("-m", "megatron_taco.cli", "bench"):
-            module = part.command[0] == "-m" and importlib.util.find_spec(part.command[1])
-            assert module or Path(part.command[0]).is_file()
-            continue
-        benchmark, *words = part.command[3:]
-        parser = argparse.ArgumentParser()
-        importlib.import_module(BENCHMARKS[benchmark][0]).add_arguments(parser)
-        parser.parse_args([*words, "--json", "out.json"])
 
 
 def test_losses_side_by_side() -> None:
