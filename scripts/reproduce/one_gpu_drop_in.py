@@ -1,6 +1,7 @@
 """Megatron-LM's own pretrain_gpt.py, not edited, with and without compression, on one GPU.
 
-    python scripts/reproduce/one_gpu_drop_in.py --megatron-lm ~/Megatron-LM --out results.md
+    python scripts/reproduce/one_gpu_drop_in.py --megatron-lm ~/Megatron-LM --at-once 3 \
+        --out results.md
 
 Two (TP 2) or four (TP 2 × PP 2) NCCL ranks share the card and train on text (the Python standard
 library's sources as bytes). Every part trains the script without us, with compression, and in some
@@ -18,6 +19,7 @@ installed megatron-core.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -25,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -185,6 +188,7 @@ class Runs:
         if part is PARTS["resume"]:
             starter.append("--telemetry.error_every=0")
         flags = [*COMMON.split(), *SIZES["cpu" if args.cpu else "gpu"].split(), *self.data]
+        flags += ["--data-cache-path", str(folder / "cache")]  # runs at once share no half file
         flags += ["--tensor-model-parallel-size", "2"]
         flags += ["--pipeline-model-parallel-size", str(part.stages)]
         flags += [*part.flags, *([] if args.cpu else ["--deterministic-mode"])]
@@ -259,8 +263,9 @@ def report(args: argparse.Namespace, results: dict[str, Any], left_out: list[str
         "",
         f"{', '.join(found['gpus']) or platform.processor() or 'CPU'}, {versions}, "
         f"Python {platform.python_version()}. Ranks share the device; NCCL or gloo over loopback. "
-        f"{args.iterations} steps, BF16, `{SIZES['cpu' if args.cpu else 'gpu']}`; text is Python's "
-        "standard library as bytes, one seed.",
+        f"{args.at_once} run(s) at once, {args.iterations} steps, BF16, "
+        f"`{SIZES['cpu' if args.cpu else 'gpu']}`; text is Python's standard library as bytes, one "
+        "seed.",
         "",
     ]
     rows = []
@@ -291,6 +296,7 @@ def main() -> int:
     parser.add_argument("--parts", type=words(tuple(PARTS)), default=",".join(PARTS))
     parser.add_argument("--cpu", action="store_true", help="tiny, over gloo, without a GPU")
     parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--at-once", type=int, default=1, help="runs of a part that share the GPU")
     parser.add_argument("--runs", type=Path, default=Path("runs/one-gpu-drop-in"))
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after so many")
     parser.add_argument("--timeout", type=float, default=500, help="seconds of one run")
@@ -308,7 +314,10 @@ def main() -> int:
             why = "it needs a GPU" if args.cpu else "Transformer Engine is not installed"
             left_out.append(f"{part.title}: {why}")
             continue
-        records = {arm: runs.record(name, arm) for arm in part.arms}
+        at_once = 1 if name == "resume" else args.at_once  # there one run goes on from another
+        with ThreadPoolExecutor(at_once) as pool:
+            trained = pool.map(functools.partial(runs.record, name), part.arms)
+            records = dict(zip(part.arms, trained, strict=True))
         results[name] = {"records": records, "checks": judge(name, records)}
         text = report(args, results, left_out)
         if args.out:
