@@ -19,7 +19,6 @@ from megatron_taco.lab.study import run_record
 GRACE_S: Final = 20.0
 START_S: Final = 20.0
 """Seconds that a run may take to save when it is stopped, and to start."""
-_CHECKPOINTS: Final = 4
 
 Overrides = Callable[[str, int, int], list[str]]
 """The trainer's settings of a run, from its arm, seed and steps."""
@@ -137,7 +136,7 @@ class StudyRuns:
     @staticmethod
     def _saving(folder: Path, steps: int) -> list[str]:
         saved = folder / "checkpoints"
-        found = [f"megatron.save={saved}", f"megatron.save_interval={-(-steps // _CHECKPOINTS)}"]
+        found = [f"megatron.save={saved}", f"megatron.save_interval={steps // 2 + 1}"]
         if (saved / "latest_checkpointed_iteration.txt").exists():
             found.append(f"megatron.load={saved}")
         return found

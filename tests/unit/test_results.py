@@ -157,11 +157,11 @@ def test_the_small_form_has_a_page_of_its_own(
     small = replace(step, command=("-c", "raise SystemExit(1)"), small=step.command)
     none = _part("kernels", tmp_path, gpus=1, no_small="kernels need a GPU")
     page = tmp_path / "many.md"
-    assert main([small, none], page, "test", ["--small", "--commit", "x"], heading="# Many") == 0
+    assert main([small, none], page, "test", ["--small", "--commit", "x"], heading=HEADING) == 0
     assert "==   kernels: no small form: kernels need a GPU" in capfd.readouterr().err
     assert not page.exists()
     text = (tmp_path / "many-small.md").read_text()
-    assert text.startswith("# Many, in small form\n\nCPU ranks over gloo")
+    assert text.startswith("# Many, in small form\n\nWhat is measured.\n\nCPU ranks over gloo")
     assert "Aim" not in text
     assert "](" not in text  # no plot: times are no result
     assert [p.name for p in (tmp_path / "many-small").iterdir()] == ["step.json"]
@@ -176,6 +176,7 @@ def test_parts_that_were_not_started_in_time_are_named(
     assert _runs("step", tmp_path) == 0
 
 
+HEADING = "# Many\n\nWhat is measured."
 INTERRUPTED = """
 import sys
 from pathlib import Path
