@@ -1,6 +1,7 @@
 """Megatron-LM's own pretrain_gpt.py, not edited, with and without compression, on one GPU.
 
-    python scripts/reproduce/one_gpu_drop_in.py --megatron-lm ~/Megatron-LM --out results.md
+    python scripts/reproduce/one_gpu_drop_in.py --megatron-lm ~/Megatron-LM --at-once 3 \
+        --out results.md
 
 Two (TP 2) or four (TP 2 × PP 2) NCCL ranks share the card and train on text (the Python standard
 library's sources as bytes). Every part trains the script without us, with compression, and in some
@@ -18,6 +19,7 @@ installed megatron-core.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -26,6 +28,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -124,6 +127,7 @@ class Runs:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        self._running: list[subprocess.Popen[bytes]] = []
         self.deadline = time.monotonic() + args.seconds
         self.folder: Path = args.runs.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -147,10 +151,12 @@ class Runs:
         print(f"training: {name}, {arm}", file=sys.stderr, flush=True)
         start = time.perf_counter()
         with (folder / "log.txt").open("w") as log:
-            code = subprocess.run(
+            process = subprocess.Popen(
                 self._command(PARTS[name], arm, folder),
-                stdout=log, stderr=subprocess.STDOUT, env=self._environment(), check=False,
-            ).returncode  # fmt: skip
+                stdout=log, stderr=subprocess.STDOUT, env=self._environment(),
+            )  # fmt: skip
+            self._running.append(process)
+            code = process.wait()
         if code:
             sys.exit(f"{(folder / 'log.txt').read_text()[-4000:]}\n{name}, {arm}: exit code {code}")
         found = {
@@ -160,6 +166,20 @@ class Runs:
         }
         kept.write_text(json.dumps(found))
         return found
+
+    def all_of(self, name: str) -> dict[str, dict[str, Any]]:
+        """Train the arms of a part; what ends this program ends them."""
+        arms = PARTS[name].arms
+        at_once = 1 if name == "resume" else self.args.at_once  # a run that goes on from another
+        with ThreadPoolExecutor(at_once) as pool:
+            try:
+                trained = list(pool.map(functools.partial(self.record, name), arms))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in self._running:
+                    process.terminate()  # the launcher ends its ranks
+                raise
+        return dict(zip(arms, trained, strict=True))
 
     def forget(self) -> None:
         """Remove the runs of this call's parts, so that they are made anew next time."""
@@ -195,6 +215,7 @@ class Runs:
         if part is PARTS["resume"]:
             starter.append("--telemetry.error_every=0")
         flags = [*COMMON.split(), *SIZES["cpu" if args.cpu else "gpu"].split(), *self.data]
+        flags += ["--data-cache-path", str(folder / "cache")]  # runs at once share no half file
         flags += ["--tensor-model-parallel-size", "2"]
         flags += ["--pipeline-model-parallel-size", str(part.stages)]
         flags += [*part.flags, *([] if args.cpu else ["--deterministic-mode"])]
@@ -271,8 +292,9 @@ def about(args: argparse.Namespace) -> str:
     return (
         f"{', '.join(found['gpus']) or platform.processor() or 'CPU'}, {versions}, "
         f"Python {platform.python_version()}. {place} "
-        f"{args.iterations} steps, BF16, `{SIZES['cpu' if args.cpu else 'gpu']}`; text is Python's "
-        "standard library as bytes, one seed."
+        f"{args.at_once} run(s) at once, {args.iterations} steps, BF16, "
+        f"`{SIZES['cpu' if args.cpu else 'gpu']}`; text is Python's standard library as bytes, one "
+        "seed."
     )
 
 
@@ -295,7 +317,7 @@ def compared(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def notes(results: dict[str, Any], left_out: list[str]) -> list[str]:
     """What was checked, and what was not run."""
     lines = [
-        f"- {PARTS[name].title}: {text}: {ok}"
+        f"- {PARTS[name].title}: {text}{'' if ok else ': **this has to change**'}"
         for name, result in results.items()
         for text, ok in result["checks"]
     ]
@@ -329,6 +351,7 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="tiny, over gloo, without a GPU")
     parser.add_argument("--own-gpus", action="store_true", help="a GPU for each rank")
     parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--at-once", type=int, default=1, help="runs of a part that share the GPU")
     parser.add_argument("--runs", type=Path, default=Path("runs/one-gpu-drop-in"))
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after so many")
     parser.add_argument("--timeout", type=float, default=500, help="seconds of one run")
@@ -349,7 +372,7 @@ def main() -> int:
             why = "it needs a GPU" if args.cpu else "Transformer Engine is not installed"
             left_out.append(f"{part.title}: {why}")
             continue
-        records = {arm: runs.record(name, arm) for arm in part.arms}
+        records = runs.all_of(name)
         results[name] = {"records": records, "checks": judge(name, records)}
         text = report(args, results, left_out)
         if args.out:
