@@ -274,6 +274,7 @@ def run_orthonormality(runner: Runner, results: dict[str, Any]) -> Iterator[None
             done = int(tracker.read_text()) if tracker.exists() else 0
             end = done + SAVED_EVERY
             overrides = [f"megatron.bf16={str(dtype == 'bf16').lower()}"]
+            overrides += [f"megatron.micro_batch_size={SEQUENCES}"]
             overrides += [f"megatron.save={saved}", f"megatron.save_interval={SAVED_EVERY}"]
             overrides += [
                 f"megatron.train_iters={LONG_STEPS}",

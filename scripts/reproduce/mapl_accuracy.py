@@ -115,8 +115,8 @@ SMALL = Shape(
     rank=32,
     vocab=1_024,
     recipe=Recipe(limit=24_000_000),
-    eval_iters=8,
-    warmup_steps=20,
+    eval_iters=12,
+    warmup_steps=50,
 )
 COMMON = (
     *("megatron.tensor_model_parallel_size=1", "megatron.pipeline_model_parallel_size=1"),
@@ -175,7 +175,8 @@ class Study:
             command = f"python scripts/reproduce/mapl_accuracy.py{small} --steps {steps}"
             date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
             run = {"command": command, "date": date, "commit": self.args.commit}
-            found = {**here, "environment": environment(), "run": run}
+            about = {k: v for k, v in environment().items() if k not in ("host", "argv")}
+            found = {**here, "environment": about, "run": run}
             file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return found
 
