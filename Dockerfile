@@ -1,6 +1,7 @@
 # GPUs: on NVIDIA's PyTorch image, which brings CUDA, NCCL, torch, Triton and Transformer Engine.
-# Not built by this project's tests, which have no container runtime. Choose a release of the image
-# with torch 2.11 or newer and Python 3.12 or newer (its release notes say; the build checks it):
+# Not built by this project's tests, which have no container runtime; `make lint` runs hadolint.
+# Choose a release of the image with torch 2.11 or newer and Python 3.12 or newer (its release notes
+# say; the build checks it):
 #   docker build --build-arg BASE=nvcr.io/nvidia/pytorch:YY.MM-py3 -t megatron-taco .
 #   docker run --gpus all --ipc host --network host -v "$PWD:/work" -w /work megatron-taco \
 #       torchrun --standalone --nproc-per-node gpu -m megatron_taco.pretrain --config configs/gpt-350m.yaml

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from types import TracebackType
 
 OK, FAILED = 0, 1
+_OTHER_LAUNCHERS = {"SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
+"""Variables of launchers whose ranks a script may work out by itself."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch = parse(sys.argv[1:] if argv is None else argv)
         check_script(launch.script)
         settings = load_settings(launch.compression, launch.overrides)
-        ranks_from_environment()  # without torchrun a run of one process, as in the trainer
+        if not _OTHER_LAUNCHERS & os.environ.keys():
+            ranks_from_environment()  # without torchrun a run of one process, as in the trainer
         from megatron_taco.drop_in.install import install
 
         drop_in = install(settings, run_dir=launch.run_dir, device=launch.device)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+_CHECKOUT: Final = Path(__file__).resolve().parents[2]
 _NO_GPU: Final = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -40,7 +41,7 @@ class Part:
     @property
     def shown(self) -> str:
         """The command as a user types it."""
-        text = shlex.join(("python", *self.command)).replace(f"{Path.cwd()}/", "")
+        text = shlex.join(("python", *self.command)).replace(f"{_CHECKOUT}/", "")
         text = text.replace("python -m megatron_taco.cli", "megatron-taco")
         text = text.replace("python -m torch.distributed.run", "torchrun")
         return " ".join([*(f"{k}={v}" for k, v in self.environment.items()), text])

@@ -64,7 +64,8 @@ def main(
     args = _arguments(parts, page, description, argv)
     if args.small:
         parts = [part.in_small_form() for part in parts]
-        heading = f"{heading or results_page.heading(page)}, in small form\n\n{_SMALL}"
+        title, _, text = (heading or results_page.heading(page)).partition("\n")
+        heading = "\n".join([f"{title}, in small form", *([text] if text else []), "", _SMALL])
     try:
         nodes = None if args.list or args.page_only else meet()
         work = _Work(parts, args, heading, nodes)

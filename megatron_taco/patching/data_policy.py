@@ -7,9 +7,7 @@ stages have other buckets: a rank without one of a class takes part in the clock
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +23,11 @@ from megatron_taco.config.canonical import flatten
 from megatron_taco.config.data_parallel import DataParallel
 from megatron_taco.patching.choice import choose
 from megatron_taco.patching.data import DataParallelHooks
-from megatron_taco.patching.data_plans import Hops, Plan
+from megatron_taco.patching.data_trial import Key, TrialBucket, compressed_buckets, send
 from megatron_taco.patching.run_facts import current_device, machine
 from megatron_taco.patching.stored_policy import DATA_ATTRIBUTE
 
-Key = tuple[str, str, int]
-"""Role, collective, rounded logarithm of the size."""
 _NOT_OF_A_POLICY = ("mode", "start_step", "gradients.memory")
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """A bucket of this rank: its flat tensor, plan and group, and how it is sent."""
-
-    flat: Tensor
-    plan: Plan
-    group: ProcessGroup
-    collective: str
-
-    @property
-    def nbytes(self) -> int:
-        return self.plan.numel * self.plan.itemsize
-
-    @property
-    def key(self) -> Key:
-        return self.plan.stream.role, self.collective, round(math.log2(max(1, self.nbytes)))
-
-    def bytes_sent(self, hops: Hops | None) -> tuple[int, int]:
-        """What a rank sends of it, plain and compressed, in all hops."""
-        rank, size = self.group.rank(), self.group.size()
-        sent = list(self.plan.traffic(self.collective, rank, size, compressed=True).values())
-        raw = sum(t.raw for t in sent)
-        if hops is not None and self.collective == "reduce_scatter":
-            sent = [*hops.inside.values(), *hops.between.values()]
-        return raw, sum(t.wire for t in sent)
 
 
 class BucketPolicy:
@@ -85,7 +54,7 @@ class BucketPolicy:
     ) -> None:
         self._hooks = hooks
         self._settings = settings
-        self._reduction = "reduce_scatter" if distributed_optimizer else "all_reduce"
+        self._distributed_optimizer = distributed_optimizer
         self._file = file
         self._say = say
         self._show = show
@@ -95,7 +64,8 @@ class BucketPolicy:
         from megatron.training import get_args
 
         args = get_args()
-        own = [bucket for bucket in self._buckets() if bucket.plan.compresses]
+        sharded = self._distributed_optimizer
+        own = list(compressed_buckets(self._hooks, distributed_optimizer=sharded))
         classes = self._classes(own)
         facts: dict[str, Fact] = machine(args)
         for key, value in flatten(self._settings.plain()).items():
@@ -119,13 +89,7 @@ class BucketPolicy:
         elif policy.all_plain:
             self._say("data-parallel policy: every bucket goes plain, uncompressed")
 
-    def _buckets(self) -> Iterator[_Bucket]:
-        for flat, collective in (("grad_data", self._reduction), ("param_data", "all_gather")):
-            if flat in self._hooks.plans:
-                for bucket, plan, group in self._hooks.buckets(flat):
-                    yield _Bucket(getattr(bucket, flat), plan, group, collective)
-
-    def _classes(self, own: list[_Bucket]) -> dict[Key, tuple[int, int, int]]:
+    def _classes(self, own: list[TrialBucket]) -> dict[Key, tuple[int, int, int]]:
         """Bytes, and bytes sent plain and compressed, of the largest bucket of each class."""
         mine: dict[Key, tuple[int, int, int]] = {}
         for bucket in own:
@@ -140,7 +104,7 @@ class BucketPolicy:
                 found[key] = max(sizes, found.get(key, sizes))
         return dict(sorted(found.items()))
 
-    def _measure(self, key: Key, sizes: tuple[int, int, int], own: list[_Bucket]) -> Measured:
+    def _measure(self, key: Key, sizes: tuple[int, int, int], own: list[TrialBucket]) -> Measured:
         role, collective, _ = key
         candidates = [bucket for bucket in own if bucket.key == key]
         bucket = max(candidates, key=lambda b: b.nbytes, default=None)
@@ -156,7 +120,7 @@ class BucketPolicy:
             compressed_s=compressed_s,
         ).decided()
 
-    def _times(self, collective: str, bucket: _Bucket | None) -> tuple[float, float]:
+    def _times(self, collective: str, bucket: TrialBucket | None) -> tuple[float, float]:
         from megatron.core import parallel_state
 
         if bucket is None:
@@ -180,16 +144,7 @@ class BucketPolicy:
             compressed=lambda _, output, input, group: self._send(bucket, output, input, group),
         )
 
-    def _send(self, bucket: _Bucket, output: Tensor, input: Tensor, group: ProcessGroup) -> None:
-        sends, plan = self._hooks.sends, bucket.plan
-        if bucket.collective == "all_gather":
-            handle = sends.gathered(output, input.float(), plan, group, _unseen)
-        elif bucket.collective == "all_reduce":
-            handle = sends.all_reduced(output, plan, group, False, _unseen)
-        else:
-            handle = sends.reduce_scattered(output, input, plan, group, False, lambda _: _unseen)
-        handle.wait()
-
-
-def _unseen(*_: Any) -> None:
-    """What looks at payloads that are measured alone."""
+    def _send(
+        self, bucket: TrialBucket, output: Tensor, input: Tensor, group: ProcessGroup
+    ) -> None:
+        send(self._hooks, bucket, output, input, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -18,6 +18,7 @@ from megatron_taco.patching.data_local import LocalSteps
 from megatron_taco.patching.data_memory import GradientMemory
 from megatron_taco.patching.data_policy import BucketPolicy
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
+from megatron_taco.patching.data_trial import compile_kernels
 from megatron_taco.patching.flows import FlowCheck, FlowCheckError
 from megatron_taco.patching.loop import LoopHooks, StepListener
 from megatron_taco.patching.model_init import TARGET as MODEL_INIT
@@ -29,6 +30,7 @@ from megatron_taco.patching.pipeline_session import (
 )
 from megatron_taco.patching.preparation import Preparation
 from megatron_taco.patching.registry import Applied, Registry
+from megatron_taco.patching.run_facts import current_device
 from megatron_taco.patching.transformer_engine import TransformerEngineHooks, check_model
 from megatron_taco.telemetry.costs import Cost
 from megatron_taco.telemetry.counters import Counters, Flow
@@ -200,6 +202,11 @@ class Session:
         self.data_parallel: DataAxis | None = data_parallel
         self.axis_checks = pipeline_checks(config, totals=self.reporter.totals, stages=stages)
         self._bucket_policy: BucketPolicy | None = None
+        self._compile_for_buckets: Callable[[], str] | None = None
+        if data_parallel is not None:
+            self._compile_for_buckets = functools.partial(
+                compile_kernels, data_parallel, distributed_optimizer=distributed_optimizer
+            )
         if data_parallel is not None and data_settings.mode == "auto":
             self._bucket_policy = BucketPolicy(
                 data_parallel,
@@ -247,6 +254,8 @@ class Session:
             if step:
                 self.reporter.resumed(step)
             self._prepare()
+            if self._compile_for_buckets is not None and current_device().type == "cuda":
+                self.reporter.say(self._compile_for_buckets())
             if self._bucket_policy is not None:
                 self._bucket_policy.run()
             for line in self._warnings():

@@ -164,8 +164,8 @@ class _Export:
 
     def run(self, *, fold: bool, approximate: bool) -> int:
         """Load, measure both forms, write one; returns the exit code."""
-        args = self._start()
-        model, hooks = self._model(args)
+        args, hooks = self._start()
+        model = self._model(args)
         from megatron.core.utils import unwrap_model
         from megatron.training.checkpointing import load_checkpoint
 
@@ -195,12 +195,10 @@ class _Export:
         self._save(args, model, step, operations, "without boundaries, for Megatron alone")
         return OK
 
-    def _start(self) -> argparse.Namespace:
-        """Megatron's arguments as its global ones, and its process groups of one process."""
+    def _start(self) -> tuple[argparse.Namespace, PipelineHooks]:
+        """Megatron with one process: its global arguments, and hooks for the model to come."""
         import torch.distributed as dist
 
-        from megatron_taco.patching.registry import registry
-        from megatron_taco.patching.startup import repair
         from megatron_taco.training import megatron_args
         from megatron_taco.training.embedded import embedded_data
 
@@ -221,10 +219,10 @@ class _Export:
         from megatron.training.initialize import initialize_megatron
 
         set_global_variables(args)
-        repair(registry)
-        initialize_megatron(store=dist.HashStore())
+        hooks = self._hooks()
+        initialize_megatron(allow_no_cuda=device == "cpu", store=dist.HashStore())
         self._stack.callback(dist.destroy_process_group)
-        return args
+        return args, hooks
 
     def _with_depths(self, args: argparse.Namespace) -> None:
         """Read from the checkpoint where its boundaries sit.
@@ -247,26 +245,32 @@ class _Export:
             )
         self._depths = tuple(depths)
 
-    def _model(self, args: argparse.Namespace) -> tuple[Any, PipelineHooks]:
-        """The whole model with its boundaries in place, not yet loaded."""
-        from megatron.training.training import get_model
-
+    def _hooks(self) -> PipelineHooks:
+        """Hook the model's construction, beside the repairs that Megatron needs to start."""
         from megatron_taco.patching.model_init import ModelInit
         from megatron_taco.patching.pipeline import PipelineHooks
         from megatron_taco.patching.registry import Registry
+        from megatron_taco.patching.startup import repair
         from megatron_taco.telemetry.counters import Counters
-        from megatron_taco.training.model import ModelProvider
 
         settings = self._config.compression.pipeline_parallel
         settings = settings.model_copy(update={"after_layers": self._depths})
         hooks = PipelineHooks(settings, Counters([]))
         registry = Registry()
+        repair(registry)
         ModelInit([hooks.model_built]).claim(registry)
         self._stack.callback(registry.apply().undo)
-        attention = self._config.model.attention
-        attention = "sdpa" if attention == "auto" else attention
-        (model,) = get_model(ModelProvider(args, attention), wrap_with_ddp=False)
-        return model, hooks
+        return hooks
+
+    def _model(self, args: argparse.Namespace) -> Any:
+        """The whole model with its boundaries in place, not yet loaded."""
+        from megatron.training.training import get_model
+
+        from megatron_taco.training.model import ModelProvider
+
+        layers = self._config.model.layers(args.transformer_impl)
+        (model,) = get_model(ModelProvider(args, layers), wrap_with_ddp=False)
+        return model
 
     def _describe(
         self, args: argparse.Namespace, hooks: PipelineHooks, step: int, why_not: str | None

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 from megatron_taco.config import Config, ConfigError, Problem
 from megatron_taco.config.megatron_section import OWNED, whole
-from megatron_taco.training import te_layers
+from megatron_taco.training import extras
 from megatron_taco.training.megatron_failures import FAILURES, explain
 from megatron_taco.training.megatron_options import OptionError, Options, megatron_options
 
@@ -152,7 +152,7 @@ def parse(
     options = megatron_options()
     argv, problems = _command_line(config, options, device or resolve_device(config), embedded)
     with _world(world_size):
-        problems += _layout_problems(config) + te_layers.missing(config)
+        problems += _layout_problems(config) + extras.missing(config)
         if problems:
             raise ConfigError(problems)
         return _parsed(config, argv, options)

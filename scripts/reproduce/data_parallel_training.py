@@ -86,10 +86,43 @@ MODELS: dict[str, list[str]] = {
         *("megatron.eval_iters=20", "megatron.log_interval=1"),
     ],
 }
-TIMEOUT_S = 600
 
 
-def as_rank(out: Path, config: str, overrides: list[str]) -> int:
+def as_rank(path: Path) -> int:
+    """Run all jobs of a file in this rank, one after the other, each in a child of this process.
+
+    Megatron is imported once. Rank 0 says of each job whether there is time for it.
+    """
+    import megatron.training.training  # noqa: F401
+
+    work = json.loads(path.read_text())
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    for number, job in enumerate(work["jobs"]):
+        word = path.with_suffix(f".{number}")
+        if rank == 0:
+            draft = word.with_suffix(".new")
+            draft.write_text("go" if time.time() < work["until"] else "stop")
+            draft.rename(word)
+        while not word.exists():
+            time.sleep(0.05)
+        if word.read_text() != "go":
+            break
+        child = os.fork()
+        if child == 0:
+            os.environ["MASTER_PORT"] = str(port + 1 + number)
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+            code = 1
+            try:
+                code = one_run(Path(job["out"]), job["config"], job["overrides"])
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        if os.waitpid(child, 0)[1]:
+            return 1
+    return 0
+
+
+def one_run(out: Path, config: str, overrides: list[str]) -> int:
     """Train in this rank, then hash its weights; rank 0 writes whether all ranks' are the same."""
     import megatron.training.training as loop
     import torch.distributed as dist
@@ -123,19 +156,13 @@ def hashes(model: list[Any]) -> dict[str, str]:
     return found
 
 
-def train(args: argparse.Namespace, arm: str, ranks: int, seed: int, minutes: int) -> Any:
-    """Train one arm, or go on with it; returns its record, or None if its time ran out first."""
+def job_of(args: argparse.Namespace, arm: str, ranks: int, seed: int) -> dict[str, Any]:
+    """What a rank has to know to train one arm, or to go on with it."""
     name = f"{args.model}-dp{ranks}-seed{seed}-{arm}"
-    folder, saved = args.runs / name, args.runs / f"{name}-saved"
-    out = args.runs / f"{name}.json"
-    script = [str(Path(__file__).resolve()), "--rank", str(out)]
-    if 0 < torch.cuda.device_count() < ranks:
-        start = ["-m", "megatron_taco.lab.shared_gpu", "--ranks", str(ranks)]
-        start += ["--timeout", str(TIMEOUT_S), "--"]
-    else:
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    saved = args.runs / f"{name}-saved"
     _, config, *model = MODELS[args.model]
     goes_on = (saved / "latest_checkpointed_iteration.txt").exists()
+    minutes = math.ceil(args.minutes)
     overrides = [
         *model,
         *("compression.tensor_parallel.mode=off", f"{SECTION}.min_bytes=64KiB", *ARMS[arm]),
@@ -147,22 +174,45 @@ def train(args: argparse.Namespace, arm: str, ranks: int, seed: int, minutes: in
         *(f"run.dir={args.runs}", f"run.name={name}", f"data.cache={args.runs / 'data'}"),
     ]
     if not goes_on:
-        shutil.rmtree(folder, ignore_errors=True)
-    print(f"{name}{' goes on' if goes_on else ''}", file=sys.stderr, flush=True)
+        shutil.rmtree(args.runs / name, ignore_errors=True)
+    out = str(args.runs / f"{name}.json")
+    return {"name": name, "out": out, "config": str(ROOT / config), "overrides": overrides}
+
+
+def start(args: argparse.Namespace, ranks: int, jobs: list[dict[str, Any]], until: float) -> None:
+    """Run jobs one after the other in processes of so many ranks, as long as there is time."""
+    work = args.runs / f"work-{time.time_ns()}"
+    work.mkdir()
+    path = work / "jobs.json"
+    path.write_text(json.dumps({"jobs": jobs, "until": until}))
+    if 0 < torch.cuda.device_count() < ranks:
+        launcher = ["-m", "megatron_taco.lab.shared_gpu", "--ranks", str(ranks), "--"]
+    else:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher, str(Path(__file__).resolve()), "--rank", str(path)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    command = [sys.executable, *start, *script, "--config", str(ROOT / config), *overrides]
-    if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode:
-        sys.exit(f"{name} failed; its logs are in {folder / 'logs'}")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = {line["iteration"]: line for line in lines if line["event"] == "step"}
-    if args.steps not in steps:
+    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+    shutil.rmtree(work)
+    if done.returncode:
+        sys.exit(f"a run failed; logs are in {args.runs}/NAME/logs")
+
+
+def record_of(args: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any] | None:
+    """What a report keeps of a run, or None if it has not ended."""
+    metrics = args.runs / job["name"] / "metrics.jsonl"
+    if not metrics.exists():
         return None
-    shutil.rmtree(saved, ignore_errors=True)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = {line["iteration"]: line for line in lines if line["event"] == "step"}
+    validation = [line["loss"] for line in lines if line["event"] == "validation"]
+    if args.steps not in steps or not validation or not Path(job["out"]).exists():
+        return None
+    shutil.rmtree(args.runs / f"{job['name']}-saved", ignore_errors=True)
     flows = [flow for step in steps.values() for flow in step["flows"].items()]
     return {
-        **{key: value for key, value in json.loads(out.read_text()).items()},
+        **json.loads(Path(job["out"]).read_text()),
         "loss": [step["loss"] for step in steps.values()],
-        "validation": next(line["loss"] for line in lines if line["event"] == "validation"),
+        "validation": validation[-1],
         "step_ms": statistics.median(step["step_ms"] for step in steps.values()),
         **{
             f"{role}_{key}": sum(f[f"{key}_bytes"] for n, f in flows if n.startswith(f"dp.{role}"))
@@ -217,7 +267,7 @@ def _changes(changes: list[float]) -> str:
 def main() -> int:
     """Train what is not done yet, then print the tables."""
     if sys.argv[1:2] == ["--rank"]:
-        return as_rank(Path(sys.argv[2]), sys.argv[4], sys.argv[5:])
+        return as_rank(Path(sys.argv[2]))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=tuple(MODELS), default="tiny")
     parser.add_argument("--arms", default=f"{PLAIN},sdp4bit,qw", help=", ".join(ARMS))
@@ -236,29 +286,33 @@ def main() -> int:
     args.runs.mkdir(parents=True, exist_ok=True)
     kept = args.runs / "results.json"
     results = json.loads(kept.read_text()) if kept.exists() else {}
-    begin, done = time.monotonic(), True
+    until, left = time.time() + 60 * args.minutes, 0
     for ranks in args.ranks:
-        for seed in args.seeds:
-            for arm in args.arms:
-                key = f"{args.model}-dp{ranks}-seed{seed}-{arm}"
-                if key in results and len(results[key]["loss"]) == args.steps:
-                    continue
-                left = math.floor(args.minutes - (time.monotonic() - begin) / 60)
-                if left < 1:
-                    done = False
-                    continue
-                record = train(args, arm, ranks, seed, left)
-                if record is None:
-                    done = False
-                    continue
-                results[key] = record
-                kept.write_text(json.dumps(results))
+        keys = {
+            f"{args.model}-dp{ranks}-seed{seed}-{arm}": (arm, ranks, seed)
+            for seed in args.seeds
+            for arm in args.arms
+        }
+
+        def is_missing(key: str) -> bool:
+            return len(results.get(key, {}).get("loss", ())) != args.steps
+
+        missing = list(filter(is_missing, keys))
+        if missing and time.time() < until:
+            jobs = [job_of(args, *keys[key]) for key in missing]
+            start(args, ranks, jobs, until)
+            for job in jobs:
+                record = record_of(args, job)
+                if record is not None:
+                    results[job["name"]] = record
+            kept.write_text(json.dumps(results))
+        left += sum(map(is_missing, keys))
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(f"`python scripts/reproduce/data_parallel_training.py {' '.join(sys.argv[1:])}`")
     print(f"{args.model}, {args.steps} steps, {where}, torch {torch.__version__}")
     print("\n".join(report(results, args)))
-    if not done:
-        print("\nNot done yet: the same command goes on.")
+    if left:
+        print(f"\nNot done yet, {left} runs are left: the same command goes on.")
     return 0
 
 

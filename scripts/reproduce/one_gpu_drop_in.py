@@ -1,6 +1,7 @@
 """Megatron-LM's own pretrain_gpt.py, not edited, with and without compression, on one GPU.
 
-    python scripts/reproduce/one_gpu_drop_in.py --megatron-lm ~/Megatron-LM --out results.md
+    python scripts/reproduce/one_gpu_drop_in.py --megatron-lm ~/Megatron-LM --at-once 3 \
+        --out results.md
 
 Two (TP 2) or four (TP 2 × PP 2) NCCL ranks share the card and train on text (the Python standard
 library's sources as bytes). Every part trains the script without us, with compression, and in some
@@ -18,13 +19,16 @@ installed megatron-core.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -123,6 +127,7 @@ class Runs:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        self._running: list[subprocess.Popen[bytes]] = []
         self.deadline = time.monotonic() + args.seconds
         self.folder: Path = args.runs.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +136,7 @@ class Runs:
 
     def record(self, name: str, arm: str) -> dict[str, Any]:
         """Train an arm, or read what an earlier call has found."""
-        folder = self.folder / f"{name}-{arm.replace(' ', '-')}"
+        folder = self._run(name, arm)
         kept = folder / "record.json"
         if kept.is_file():
             found: dict[str, Any] = json.loads(kept.read_text())
@@ -146,10 +151,12 @@ class Runs:
         print(f"training: {name}, {arm}", file=sys.stderr, flush=True)
         start = time.perf_counter()
         with (folder / "log.txt").open("w") as log:
-            code = subprocess.run(
+            process = subprocess.Popen(
                 self._command(PARTS[name], arm, folder),
-                stdout=log, stderr=subprocess.STDOUT, env=self._environment(), check=False,
-            ).returncode  # fmt: skip
+                stdout=log, stderr=subprocess.STDOUT, env=self._environment(),
+            )  # fmt: skip
+            self._running.append(process)
+            code = process.wait()
         if code:
             sys.exit(f"{(folder / 'log.txt').read_text()[-4000:]}\n{name}, {arm}: exit code {code}")
         found = {
@@ -159,6 +166,29 @@ class Runs:
         }
         kept.write_text(json.dumps(found))
         return found
+
+    def all_of(self, name: str) -> dict[str, dict[str, Any]]:
+        """Train the arms of a part; what ends this program ends them."""
+        arms = PARTS[name].arms
+        at_once = 1 if name == "resume" else self.args.at_once  # a run that goes on from another
+        with ThreadPoolExecutor(at_once) as pool:
+            try:
+                trained = list(pool.map(functools.partial(self.record, name), arms))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in self._running:
+                    process.terminate()  # the launcher ends its ranks
+                raise
+        return dict(zip(arms, trained, strict=True))
+
+    def forget(self) -> None:
+        """Remove the runs of this call's parts, so that they are made anew next time."""
+        for name in self.args.parts:
+            for arm in PARTS[name].arms:
+                shutil.rmtree(self._run(name, arm), ignore_errors=True)
+
+    def _run(self, name: str, arm: str) -> Path:
+        return self.folder / f"{name}-{arm.replace(' ', '-')}"
 
     def _copy_checkpoints(self, name: str, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -185,6 +215,7 @@ class Runs:
         if part is PARTS["resume"]:
             starter.append("--telemetry.error_every=0")
         flags = [*COMMON.split(), *SIZES["cpu" if args.cpu else "gpu"].split(), *self.data]
+        flags += ["--data-cache-path", str(folder / "cache")]  # runs at once share no half file
         flags += ["--tensor-model-parallel-size", "2"]
         flags += ["--pipeline-model-parallel-size", str(part.stages)]
         flags += [*part.flags, *([] if args.cpu else ["--deterministic-mode"])]
@@ -194,8 +225,9 @@ class Runs:
             flags += ["--load", checkpoints] if arm == "resumed" else []
             flags += ["--exit-interval", str(steps // 2)] if arm == "saved" else []
         ranks = str(2 * part.stages)
+        place = ["--cpu"] if args.cpu else [] if args.own_gpus else ["--share-gpu"]
         return [
-            *(sys.executable, "-m", "megatron_taco.lab.shared_gpu", "--ranks", ranks),
+            *(sys.executable, "-m", "megatron_taco.cli", "lab", "run", "--ranks", ranks, *place),
             *("--timeout", str(args.timeout), "--", *starter),
             *(str(args.megatron_lm / "pretrain_gpt.py"), "--train-iters", str(steps), *flags),
         ]
@@ -250,18 +282,24 @@ def judge(name: str, records: dict[str, dict[str, Any]]) -> list[tuple[str, bool
     return found
 
 
-def report(args: argparse.Namespace, results: dict[str, Any], left_out: list[str]) -> str:
-    """The report as Markdown."""
+def about(args: argparse.Namespace) -> str:
+    """What was run, and where."""
     found = environment()
-    lines = [
-        "## Megatron-LM's pretrain_gpt.py, not edited",
-        "",
-        f"{', '.join(found['gpus']) or platform.processor() or 'CPU'}, {found['versions']}, "
-        f"Python {platform.python_version()}. Ranks share the device; NCCL or gloo over loopback. "
-        f"{args.iterations} steps, BF16, `{SIZES['cpu' if args.cpu else 'gpu']}`; text is Python's "
-        "standard library as bytes, one seed.",
-        "",
-    ]
+    own = args.own_gpus and not args.cpu
+    shared = "Ranks share the device; NCCL or gloo over loopback."
+    place = "A GPU for each rank, NCCL." if own else shared
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return (
+        f"{', '.join(found['gpus']) or platform.processor() or 'CPU'}, {versions}, "
+        f"Python {platform.python_version()}. {place} "
+        f"{args.at_once} run(s) at once, {args.iterations} steps, BF16, "
+        f"`{SIZES['cpu' if args.cpu else 'gpu']}`; text is Python's standard library as bytes, one "
+        "seed."
+    )
+
+
+def compared(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table, a row a run."""
     rows = []
     for name, result in results.items():
         for arm, record in result["records"].items():
@@ -273,12 +311,35 @@ def report(args: argparse.Namespace, results: dict[str, Any], left_out: list[str
             ratio = f"{wire / raw:.3f}" if raw else ""
             seconds = f"{record['seconds']:.0f}"
             rows.append([PARTS[name].title, arm, f"{losses[-1]:.5f}", ratio, calls, seconds])
-    header = ["script and flags", "run", "last loss", "sent / plain", "compressed calls", "s"]
-    lines += [*markdown_table(header, rows), ""]
-    for name, result in results.items():
-        lines += [f"- {PARTS[name].title}: {text}: {ok}" for text, ok in result["checks"]]
-    lines += [f"- not run: {text}" for text in left_out]
+    return ["script and flags", "run", "last loss", "sent / plain", "compressed calls", "s"], rows
+
+
+def notes(results: dict[str, Any], left_out: list[str]) -> list[str]:
+    """What was checked, and what was not run."""
+    lines = [
+        f"- {PARTS[name].title}: {text}{'' if ok else ': **this has to change**'}"
+        for name, result in results.items()
+        for text, ok in result["checks"]
+    ]
+    return [*lines, *(f"- not run: {text}" for text in left_out)]
+
+
+def report(args: argparse.Namespace, results: dict[str, Any], left_out: list[str]) -> str:
+    """The report as Markdown."""
+    lines = ["## Megatron-LM's pretrain_gpt.py, not edited", "", about(args), ""]
+    lines += [*markdown_table(*compared(results)), "", *notes(results, left_out)]
     return "\n".join(lines) + "\n"
+
+
+def table(args: argparse.Namespace, results: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
+    """The report for a list of parts."""
+    head, rows = compared(results)
+    said = "\n".join(notes(results, left_out))
+    return {
+        "benchmark": "table",
+        "about": {"text": about(args)},
+        "tables": [{"head": head, "rows": rows, "notes": [said]}],
+    }
 
 
 def main() -> int:
@@ -288,14 +349,19 @@ def main() -> int:
     parser.add_argument("--megatron-lm", type=Path, required=True, metavar="CHECKOUT")
     parser.add_argument("--parts", type=words(tuple(PARTS)), default=",".join(PARTS))
     parser.add_argument("--cpu", action="store_true", help="tiny, over gloo, without a GPU")
+    parser.add_argument("--own-gpus", action="store_true", help="a GPU for each rank")
     parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--at-once", type=int, default=1, help="runs of a part that share the GPU")
     parser.add_argument("--runs", type=Path, default=Path("runs/one-gpu-drop-in"))
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after so many")
     parser.add_argument("--timeout", type=float, default=500, help="seconds of one run")
     parser.add_argument("--out", type=Path, help="also write the Markdown there")
+    parser.add_argument("--json", type=Path, help="write the table there; checks are only told")
     args = parser.parse_args()
     if not (args.megatron_lm / "pretrain_gpt.py").is_file():
         parser.error(f"--megatron-lm {args.megatron_lm}: no pretrain_gpt.py there")
+    # A signal ends the launcher of the ranks with this program.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     runs = Runs(args)
     has_te = not args.cpu and util.find_spec("transformer_engine") is not None
     results: dict[str, Any] = {}
@@ -306,7 +372,7 @@ def main() -> int:
             why = "it needs a GPU" if args.cpu else "Transformer Engine is not installed"
             left_out.append(f"{part.title}: {why}")
             continue
-        records = {arm: runs.record(name, arm) for arm in part.arms}
+        records = runs.all_of(name)
         results[name] = {"records": records, "checks": judge(name, records)}
         text = report(args, results, left_out)
         if args.out:
@@ -315,6 +381,12 @@ def main() -> int:
     print(text)
     if args.out:
         args.out.write_text(text)
+    if args.json:
+        if not results:
+            sys.exit(f"nothing was run: {'; '.join(left_out)}")
+        args.json.write_text(json.dumps(table(args, results, left_out)) + "\n")
+        runs.forget()
+        return 0
     return 0 if all(ok for result in results.values() for _, ok in result["checks"]) else 1
 
 

@@ -48,6 +48,12 @@ PARTS = (
         aim="85% of the copy for E4M3 and INT8, 70% for INT6 and INT4",
     ),
     Part(
+        name="kernels-merged",
+        title="Kernels with merged scales",
+        command=(*BENCH, "kernels", "--scales", "merged_bf16"),
+        aim="as with dual scales",
+    ),
+    Part(
         name="collectives-10gbit",
         title="Collectives at 10 Gbit/s",
         command=(

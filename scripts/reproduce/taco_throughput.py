@@ -55,6 +55,7 @@ SMALL_OWN = {"qwen2.5-7b": ("model.ffn_hidden_size=256",)}
 
 def parts(args: argparse.Namespace) -> list[Part]:
     """The parts of all models, each in the paper's form and in the small one."""
+    replicas = args.nnodes * args.nproc_per_node // 4
     found = []
     for name, (words, vocabulary, more) in MODELS.items():
         step = ("-m", "megatron_taco.cli", "bench", "step", "--axis", "all")
@@ -72,7 +73,7 @@ def parts(args: argparse.Namespace) -> list[Part]:
                 aim=PUBLISHED,
                 gpus=args.nproc_per_node,
                 small=(*torchrun(args), *step, *arms, *config, small, *cut, *SHORT),
-                small_title=f"{words}, cut, TP 2 × PP 2",
+                small_title=f"{words}, cut, TP 2 × PP 2 × DP {replicas}",
             )
         )
     return found

@@ -1,7 +1,8 @@
 """Speed on two GPUs of one host: NVLink, host memory, and emulated links of 25, 10 and 1 Gbit/s.
 
 A rank a GPU; the links need root (docs/lab.md). Each part is one command of under nine minutes; one
-that is there already is not run again.
+that is there already is not run again. MEGATRON is the folder of a Megatron-LM checkout, for the
+parts that run its pretrain_gpt.py.
 
     scripts/reproduce/two_gpus.sh --list
     scripts/reproduce/two_gpus.sh --parts collectives-nvlink,step-nvlink
@@ -10,6 +11,7 @@ that is there already is not run again.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,6 +36,7 @@ HEADING = "# Two GPUs"
 LINKS = (NVLINK, HOST_MEMORY, rate("25"), rate("10"), rate("1"))
 SIZES = ("--sizes", "1MiB,16MiB,128MiB")
 TINY = ("model.num_layers=2", "model.max_position_embeddings=64")
+DROP_IN = str(Path(__file__).with_name("one_gpu_drop_in.py"))
 LOSSES = str(Path(__file__).with_name("axes_losses.py"))
 OF_LIMIT = "0.95 of the limit"
 TENSOR, PIPELINE, DATA = "tensor", "pipeline", "data"
@@ -189,7 +192,38 @@ def transformer_engine() -> Iterator[Part]:
         )
 
 
-PARTS = (*all_reduces(), *tensor_steps(), *pipeline_steps(), *data_steps(), *transformer_engine())
+def drop_in() -> Iterator[Part]:
+    """Megatron-LM's own script; the folder of its checkout is MEGATRON, as for examples/."""
+    small = ("--cpu", "--iterations", "20", "--runs", "runs/two-gpus-small")
+    local, layers = "Megatron's local layers", "Transformer Engine's layers"
+    for name, words in (
+        ("local", local),
+        ("te", layers),
+        ("te-sp", f"{layers} and sequence parallelism"),
+        ("mixed", "Transformer Engine's attention and norms"),
+    ):
+        script = (DROP_IN, "--megatron-lm", os.environ.get("MEGATRON", "Megatron-LM"))
+        common = (*script, "--parts", name)
+        yield Part(
+            name=f"drop-in-{name}",
+            title=f"pretrain_gpt.py, not edited, with {words}",
+            command=(*common, "--own-gpus", "--runs", "runs/two-gpus"),
+            aim="loss within 0.5% over 50 steps, every role compressed, `off` equal in all bits",
+            environment=dict(NVLINK.environment),
+            gpus=2,
+            small=(*common, *small) if name == "local" else (),
+            no_small="" if name == "local" else "Transformer Engine needs CUDA",
+        )
+
+
+PARTS = (
+    *all_reduces(),
+    *tensor_steps(),
+    *pipeline_steps(),
+    *data_steps(),
+    *transformer_engine(),
+    *drop_in(),
+)
 
 if __name__ == "__main__":
     sys.exit(main(PARTS, RESULTS / "two-gpus.md", __doc__, heading=HEADING))

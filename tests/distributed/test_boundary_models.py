@@ -183,7 +183,7 @@ def test_a_subspace_network_trains_moves_and_resumes(run_ranks: RankRunner, tmp_
     assert exchanged == [2 * 64 * 16 * 4, 0]  # both ranks' share of a sum, in the step that moves
     back = metrics(tmp_path, "whole")
     first = next(line for line in back if line["event"] == "step")
-    assert first["boundaries"]["after_layer_1"]["error"] < 1e-5
+    assert first["boundaries"]["after_layer_1"]["error"] < 1e-4
 
 
 def test_a_subspace_network_in_bf16_keeps_its_masters_in_the_subspace(

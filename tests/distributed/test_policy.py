@@ -257,8 +257,12 @@ def test_all_that_the_messages_need_is_compiled(run_ranks: RankRunner) -> None:
 
 
 def time_buckets(seconds: dict[str, float], measured: bool, rank: int) -> None:
-    """Inject what a compressed bucket takes, by collective; a plain one takes 4 s."""
+    """Inject what a compressed bucket takes, by collective; a plain one takes 4 s.
+
+    Where nothing is to be measured, kernels are compiled first, as on GPUs; the buckets go once.
+    """
     from megatron_taco.collectives import measure
+    from megatron_taco.patching import data_trial
     from megatron_taco.patching.data_policy import BucketPolicy
 
     now = [0.0]
@@ -270,13 +274,24 @@ def time_buckets(seconds: dict[str, float], measured: bool, rank: int) -> None:
 
     def compressed(self: BucketPolicy, bucket: Any, *args: Any) -> None:
         send(self, bucket, *args)
-        now[0] += seconds[bucket.collective] * (2 if rank == 3 else 1)
+        now[0] += seconds[bucket.collective] * (1 + rank % 2)
 
     measure.clock_of = lambda device: lambda: now[0]
     measure.plain_send = plain
     BucketPolicy._send = compressed  # type: ignore[method-assign]
     if not measured:
         measure.time_pair = None  # type: ignore[assignment]
+        run = BucketPolicy.run
+
+        def compiled(self: BucketPolicy) -> None:
+            line = data_trial.compile_kernels(self._hooks, distributed_optimizer=True)
+            assert re.fullmatch(
+                "data-parallel kernels compiled in .* s, by sending [0-9]+ .*", line
+            )
+            assert "sending 0" not in line
+            run(self)
+
+        BucketPolicy.run = compiled  # type: ignore[method-assign]
 
 
 def kept_data_policy(model: Any) -> Any:
@@ -302,7 +317,7 @@ def test_buckets_by_policy(run_ranks: RankRunner, tmp_path: Path) -> None:
         "megatron.train_iters=4",
     ]
     save = [f"megatron.save={tmp_path / 'saved'}", "megatron.save_interval=2"]
-    times = {"reduce_scatter": 1.5, "all_gather": 2.5}  # on the slowest rank 3 and 5, of 4
+    times = {"reduce_scatter": 1.5, "all_gather": 2.5}  # on the slower replica 3 and 5, of 4
     policies = run_ranks(
         train, 4, config, [*auto, *save], partial(time_buckets, times, True), kept_data_policy,
         init=False, timeout=200,
@@ -317,7 +332,8 @@ def test_buckets_by_policy(run_ranks: RankRunner, tmp_path: Path) -> None:
         assert measured["plain_s"] == 4.0
         assert measured["compressed_s"] == 2 * times[measured["collective"]]
         assert measured["compress"] is (measured["role"] == "dp.gradients")
-        assert measured["wire"] < 0.3 * measured["raw"]
+        # The smallest bucket of weights fills half of its one group.
+        assert measured["wire"] < (0.3 if measured["nbytes"] > 10_000 else 0.5) * measured["raw"]
     end = next(line for line in metrics(tmp_path) if line["event"] == "end")["flows"]
     gradients, weights = end["dp.gradients.mlp reduce_scatter"], end["dp.weights.mlp all_gather"]
     assert gradients["compressed"] == gradients["calls"] > 4

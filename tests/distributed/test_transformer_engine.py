@@ -33,7 +33,7 @@ SEQUENCE_PARALLEL = {
 class Block(torch.nn.Module):
     """Attention's and the MLP's linears as Megatron's TE layers have them: column, row, twice."""
 
-    def __init__(self, group: Any, sequence_parallel: bool) -> None:
+    def __init__(self, group: Any, sequence_parallel: bool, device: torch.device) -> None:
         super().__init__()
         from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
         from transformer_engine.pytorch.module.linear import Linear
@@ -48,7 +48,7 @@ class Block(torch.nn.Module):
             "tp_size": group.size(),
             "sequence_parallel": sequence_parallel,
             "params_dtype": torch.float32,
-            "device": "cpu",
+            "device": device,
             "init_method": weights,
         }
         row = {**common, "parallel_mode": "row"}
@@ -68,12 +68,12 @@ class Block(torch.nn.Module):
         return x
 
 
-def run_block(group: Any, sequence_parallel: bool) -> list[torch.Tensor]:
+def run_block(group: Any, sequence_parallel: bool, device: torch.device) -> list[torch.Tensor]:
     """One forward and backward pass: output, gradients of the input and of every parameter."""
     rows = SEQUENCE // group.size() if sequence_parallel else SEQUENCE
     generator = torch.Generator().manual_seed(7 + (group.rank() if sequence_parallel else 0))
-    x = torch.randn(rows, BATCH, HIDDEN, generator=generator).requires_grad_()
-    block = Block(group, sequence_parallel)
+    x = torch.randn(rows, BATCH, HIDDEN, generator=generator).to(device).requires_grad_()
+    block = Block(group, sequence_parallel, device)
     y = block(x)
     (y * y).sum().backward()
     with torch.no_grad():
@@ -100,10 +100,14 @@ def hooks_of(counters: Counters, on: bool) -> Any:
 
 
 def on_a_rank(rank: int, world_size: int, root: Path) -> dict[str, Any]:
+    """What is found on the CPU, with Transformer Engine's Python alone."""
+    te_python.load(root)
+    return look(torch.device("cpu"))
+
+
+def look(device: torch.device) -> dict[str, Any]:
     """Run the block without hooks, with hooks and roles off, and with roles on; SP off and on."""
     from megatron.core import parallel_state
-
-    te_python.load(root)
     from transformer_engine.pytorch import distributed
     from transformer_engine.pytorch.module import base, layernorm_linear, linear
 
@@ -119,11 +123,12 @@ def on_a_rank(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         if hasattr(module, name)
     ]
     native = [getattr(*place) for place in places]
+    world_size = dist.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     group = parallel_state.get_tensor_model_parallel_group()
     found: dict[str, Any] = {}
     for sequence_parallel in (False, True):
-        plain = run_block(group, sequence_parallel)
+        plain = run_block(group, sequence_parallel, device)
         results = {}
         for on in (False, True):
             counters = Counters(all_flows())
@@ -131,8 +136,8 @@ def on_a_rank(rank: int, world_size: int, root: Path) -> dict[str, Any]:
             hooks_of(counters, on).claim(registry)
             with registry.apply():
                 assert all(getattr(*p) is not n for p, n in zip(places, native, strict=True))
-                results[on] = run_block(group, sequence_parallel)
-                outside = gathered_without_a_layer(group, counters)
+                results[on] = run_block(group, sequence_parallel, device)
+                outside = gathered_without_a_layer(group, counters, device)
             assert all(getattr(*p) is n for p, n in zip(places, native, strict=True))
             assert {t.name for t in TE_TARGETS} == registry.hits.keys()
             flows = {key: counters[Flow(*key)] for key in _keys()}
@@ -161,14 +166,14 @@ def _keys() -> list[tuple[str, str]]:
     ]
 
 
-def gathered_without_a_layer(group: Any, counters: Counters) -> bool:
+def gathered_without_a_layer(group: Any, counters: Counters, device: torch.device) -> bool:
     """Whether a gather outside any layer, and one with a quantizer inside, stay uncounted."""
     from transformer_engine.pytorch.module import linear
 
     from megatron_taco.patching.transformer_engine import TransformerEngineHooks
 
     before = [counters[Flow(*key)].seen for key in _keys()]
-    x = torch.full((4, 64), float(group.rank()))
+    x = torch.full((4, 64), float(group.rank()), device=device)
     whole, _ = linear.gather_along_first_dim(x, group)
     asked: list[Any] = []
 
@@ -180,36 +185,40 @@ def gathered_without_a_layer(group: Any, counters: Counters) -> bool:
     with hooks._hooks.scope.function("linear", {"all_gather": "forward"}):
         hooks._all_gather(quantised, lambda: None)(x, group, quantizer="fp8")
     assert isinstance(hooks, TransformerEngineHooks)
-    exact = torch.equal(whole[::4, 0], torch.arange(group.size(), dtype=torch.float32))
+    exact = torch.equal(whole[::4, 0].cpu(), torch.arange(group.size(), dtype=torch.float32))
     return exact and asked == ["fp8"] and before == [counters[Flow(*k)].seen for k in _keys()]
 
 
 @needs_source
 def test_every_collective_of_its_linears_has_its_role(run_ranks: RankRunner) -> None:
     """Forward and backward, SP off and on: roles, bits, bytes, and what is left alone."""
-    found = run_ranks(on_a_rank, 2, SOURCE, preload="megatron", timeout=240)
-    for rank in found:
-        for sequence_parallel, expected in (("False", ALL_REDUCES), ("True", SEQUENCE_PARALLEL)):
-            off, on = rank[f"{sequence_parallel}/False"], rank[f"{sequence_parallel}/True"]
-            # The evaluation pass under no_grad adds the forward collectives once more.
-            again = {("tp.forward", "all_reduce"), ("tp.forward", "reduce_scatter")}
-            counts = Counter(expected)
-            counts.update({key: 2 for key in counts if key in again})
-            if sequence_parallel == "True":
-                counts["tp.forward", "all_gather"] += 2
-            assert off["seen"] == on["seen"] == on["compressed"] == counts
-            assert not off["compressed"]
-            assert off["ratio"] == 1
-            assert on["ratio"] < 0.3  # FP32 as INT8, and a scale a block of 64
-            assert off["outside"]
-            assert on["outside"]
-            unused = {"tensor.te.all_reduce"}
-            if sequence_parallel == "False":
-                unused = {"tensor.te.reduce_scatter", "tensor.te.all_gather"}
-            assert set(on["never_hit"]) == unused
-            errors = rank[f"{sequence_parallel}/errors"]
-            assert all(0 < error < 0.05 for error in errors), errors
-        assert rank["False/same"], "every rank holds the same output"
+    for rank in run_ranks(on_a_rank, 2, SOURCE, preload="megatron", timeout=240):
+        judge(rank)
+
+
+def judge(rank: dict[str, Any]) -> None:
+    """Assert what has to hold of one rank's findings."""
+    for sequence_parallel, expected in (("False", ALL_REDUCES), ("True", SEQUENCE_PARALLEL)):
+        off, on = rank[f"{sequence_parallel}/False"], rank[f"{sequence_parallel}/True"]
+        # The evaluation pass under no_grad adds the forward collectives once more.
+        again = {("tp.forward", "all_reduce"), ("tp.forward", "reduce_scatter")}
+        counts = Counter(expected)
+        counts.update({key: 2 for key in counts if key in again})
+        if sequence_parallel == "True":
+            counts["tp.forward", "all_gather"] += 2
+        assert off["seen"] == on["seen"] == on["compressed"] == counts
+        assert not off["compressed"]
+        assert off["ratio"] == 1
+        assert on["ratio"] < 0.3  # FP32 as INT8, and a scale a block of 64
+        assert off["outside"]
+        assert on["outside"]
+        unused = {"tensor.te.all_reduce"}
+        if sequence_parallel == "False":
+            unused = {"tensor.te.reduce_scatter", "tensor.te.all_gather"}
+        assert set(on["never_hit"]) == unused
+        errors = rank[f"{sequence_parallel}/errors"]
+        assert all(0 < error < 0.05 for error in errors), errors
+    assert rank["False/same"], "every rank holds the same output"
 
 
 @needs_source

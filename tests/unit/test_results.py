@@ -16,6 +16,7 @@ from megatron_taco.lab import loss_report
 from megatron_taco.lab.part_order import Nodes
 from megatron_taco.lab.places import free_port
 from megatron_taco.lab.results import Part, main
+from megatron_taco.lab.results_page import Section
 from tests.unit.test_plots import COLLECTIVES, KERNELS, STEP
 
 ABOUT = {
@@ -157,11 +158,11 @@ def test_the_small_form_has_a_page_of_its_own(
     small = replace(step, command=("-c", "raise SystemExit(1)"), small=step.command)
     none = _part("kernels", tmp_path, gpus=1, no_small="kernels need a GPU")
     page = tmp_path / "many.md"
-    assert main([small, none], page, "test", ["--small", "--commit", "x"], heading="# Many") == 0
+    assert main([small, none], page, "test", ["--small", "--commit", "x"], heading=HEADING) == 0
     assert "==   kernels: no small form: kernels need a GPU" in capfd.readouterr().err
     assert not page.exists()
     text = (tmp_path / "many-small.md").read_text()
-    assert text.startswith("# Many, in small form\n\nCPU ranks over gloo")
+    assert text.startswith("# Many, in small form\n\nWhat is measured.\n\nCPU ranks over gloo")
     assert "Aim" not in text
     assert "](" not in text  # no plot: times are no result
     assert [p.name for p in (tmp_path / "many-small").iterdir()] == ["step.json"]
@@ -176,10 +177,12 @@ def test_parts_that_were_not_started_in_time_are_named(
     assert _runs("step", tmp_path) == 0
 
 
+HEADING = "# Many\n\nWhat is measured."
 INTERRUPTED = """
 import sys
 from pathlib import Path
 from megatron_taco.lab.results import Part, main
+from megatron_taco.lab.results_page import Section
 folder = Path(sys.argv[1])
 parts = [
     Part(name="step", title="Step", command=("-c", *sys.argv[2:5])),
@@ -296,3 +299,20 @@ def test_losses_side_by_side() -> None:
     assert "ms a step, median" in timed
     head, rows = loss_report.flow_table(records["int4"])
     assert rows == [["tp.forward all_reduce", "10", "8", "2", "1", "0.500", "2.60%", "0"]]
+
+
+def test_a_table_stands_on_a_page_without_a_plot(tmp_path: Path) -> None:
+    tables = [{"title": "Runs", "head": ["run", "loss"], "rows": [["on", "3.1"]], "notes": ["Ok."]}]
+    report = {
+        "benchmark": "table",
+        "about": {"text": "Where it ran."},
+        "tables": tables,
+        "run": {"command": "c", "date": "d", "commit": "e"},
+    }
+    section = Section(name="drop-in", title="A script", aim="", report=report, folder=tmp_path)
+    text = "\n".join(section.lines())
+    assert text == (
+        "## A script\n\n`c`, d, commit e.\n\nWhere it ran.\n\n### Runs\n\n"
+        "| run | loss |\n| --- | --- |\n| on | 3.1 |\n\nOk."
+    )
+    assert not list(tmp_path.iterdir())

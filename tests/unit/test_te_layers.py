@@ -10,7 +10,7 @@ import torch
 from megatron_taco.config import ConfigError, load
 from megatron_taco.patching.errors import PatchError
 from megatron_taco.patching.transformer_engine import check_model, quantised_gathers
-from megatron_taco.training import te_layers
+from megatron_taco.training import extras
 
 CONFIG = """\
 data: {source: mock, tokenizer: bytes}
@@ -28,19 +28,26 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "asked", ["model.attention=te", "megatron.transformer_impl=transformer_engine"]
+    ("asked", "install"),
+    [
+        ("model.attention=te", "pip install --no-build-isolation 'megatron-taco[te]'"),
+        ("megatron.transformer_impl=transformer_engine", "'megatron-taco[te]', or set local"),
+        ("telemetry.wandb={project: p}", "pip install 'megatron-taco[wandb]', or leave it out"),
+        ("telemetry.tensorboard=true", "pip install 'megatron-taco[tensorboard]'"),
+    ],
 )
-def test_without_transformer_engine_one_line_says_what_to_install(
-    file: Path, asked: str, monkeypatch: pytest.MonkeyPatch
+def test_a_package_that_is_not_installed_is_one_line(
+    file: Path, asked: str, install: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(te_layers, "find_spec", lambda name: None)
-    (problem,) = te_layers.missing(load(file, [asked]))
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    (problem,) = extras.missing(load(file, [asked]))
     text = str(problem)
     assert asked.split("=")[0] in text
-    assert "is not installed; pip install --no-build-isolation 'transformer-engine" in text
-    assert te_layers.missing(load(file)) == []
-    monkeypatch.setattr(te_layers, "find_spec", lambda name: object())
-    assert te_layers.missing(load(file, [asked])) == []
+    assert "is not installed; " in text
+    assert install in text
+    assert extras.missing(load(file)) == []
+    monkeypatch.setattr(extras, "find_spec", lambda name: object())
+    assert extras.missing(load(file, [asked])) == []
 
 
 def test_auto_leaves_transformer_engines_layers_to_megatron(file: Path) -> None:
