@@ -33,7 +33,7 @@ sleep = [sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]]
 subprocess.Popen(sleep)
 subprocess.Popen(sleep, start_new_session=True)
 time.sleep(0.3)
-print("up", flush=True)
+os.write(1, b"up\\n")
 time.sleep(600)
 """
 """Starts one child in the rank's session and one that leaves it."""
