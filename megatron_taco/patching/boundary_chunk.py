@@ -113,11 +113,12 @@ class ChunkBoundaries(nn.Module):
         self._hooks: list[Any] = []
         self._cost = cost
         for parameter in self.chain.parameters():
-            # Megatron's marks: summed over TP under SP; trained like embeddings by Muon's recipes.
+            # Megatron's mark: summed over TP under SP.
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-            parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
         for anchor in self.chain.trainable_anchors:
             for parameter in anchor.parameters():
+                # Megatron's mark: Muon leaves it to Adam.
+                parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
                 setattr(parameter, ANCHOR_MARK, True)
 
     @property
