@@ -32,9 +32,7 @@ def tensor_parallel_copies(model: Any) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize(
-    "layout", [(), (SP,), INTERLEAVED, (SP, *INTERLEAVED)], ids=["plain", "sp", "vp2", "sp-vp2"]
-)
+@pytest.mark.parametrize("layout", [(), (SP, *INTERLEAVED)], ids=["plain", "sp-vp2"])
 def test_3d_layouts_train_compressed(
     run_ranks: RankRunner, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
@@ -70,13 +68,12 @@ def test_3d_layouts_train_compressed(
     assert unbroken != uncompressed
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_resuming_without_the_distributed_optimizer_changes_no_bit(
-    run_ranks: RankRunner, tmp_path: Path, dropout: float
+    run_ranks: RankRunner, tmp_path: Path
 ) -> None:
-    """Also with dropout, whose masks must be alike on both ranks and go on after the load."""
+    """With dropout, whose masks must be alike on both ranks and go on after the load."""
     config = write_config(tmp_path)
-    tp2 = ["megatron.tensor_model_parallel_size=2", f"megatron.hidden_dropout={dropout}"]
+    tp2 = ["megatron.tensor_model_parallel_size=2", "megatron.hidden_dropout=0.1"]
     save = [f"megatron.save={tmp_path / 'saved'}", "megatron.save_interval=3"]
     copies = run_ranks(
         train, 2, config, [*tp2, *save], None, tensor_parallel_copies, init=False, timeout=120
