@@ -103,6 +103,7 @@ class Runs:
             [json.loads(line) for line in lines], time.perf_counter() - start
         )
         found["environment"] = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+        del found["environment"]["argv"]  # names folders of this machine
         found["config"] = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
         partial = kept.with_suffix(".partial")
         partial.write_text(json.dumps(found), encoding="utf-8")
