@@ -257,6 +257,21 @@ def _integers(bits, BITS: tl.constexpr):
     return bits.to(tl.float32, bitcast=True) - (2.0**23 + 2.0 ** (BITS - 1))
 
 
+# (a & b) ^ c, in one instruction
+_UPPER_FIELD = tl.constexpr("lop3.b32 $0, $1, 0x7E0000, 0x42C00000, 0x6A;")
+_LOWER_FIELD = tl.constexpr("lop3.b32 $0, $1, 0x3F, 0x4B000020, 0x6A;")
+
+
+@triton.jit
+def _masked(words, MASK: tl.constexpr, FLIP: tl.constexpr, ASM: tl.constexpr, MODE: tl.constexpr):
+    """Return (words & ``MASK``) ^ ``FLIP`` of int32, which is what ``ASM`` says as well."""
+    if MODE == PORTABLE:
+        bits = (words & MASK) ^ FLIP
+    else:
+        bits = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+    return bits
+
+
 @triton.jit
 def _int6_values(words, OFFSET: tl.constexpr, MODE: tl.constexpr):
     """Return the values of int32 words of four codes [L, G, J, V / 4]: FP32 [L, G, J, V].
@@ -267,31 +282,10 @@ def _int6_values(words, OFFSET: tl.constexpr, MODE: tl.constexpr):
     if OFFSET:
         even = interleave_last(words << 17, words << 5)
         codes = interleave_last(even, interleave_last(words << 11, words >> 1))
-        if MODE == PORTABLE:
-            bits = (codes & 0x7E0000) ^ 0x42C00000
-        else:
-            bits = tl.inline_asm_elementwise(
-                "lop3.b32 $0, $1, 0x7E0000, 0x42C00000, 0x6A;",  # (a & b) ^ c
-                "=r,r",
-                [codes],
-                dtype=tl.int32,
-                is_pure=True,
-                pack=1,
-            )
+        bits = _masked(codes, 0x7E0000, 0x42C00000, _UPPER_FIELD, MODE)
         return bits.to(tl.float32, bitcast=True)
     words = interleave_last(words, words >> 12)
-    codes = interleave_last(words, words >> 6)
-    if MODE == PORTABLE:
-        bits = (codes & 0x3F) ^ 0x4B000020
-    else:
-        bits = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x3F, 0x4B000020, 0x6A;",  # (a & b) ^ c
-            "=r,r",
-            [codes],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+    bits = _masked(interleave_last(words, words >> 6), 0x3F, 0x4B000020, _LOWER_FIELD, MODE)
     return _integers(bits, 6)
 
 
