@@ -1,9 +1,8 @@
 """The one point at which compressors reach their kernels.
 
-CUDA tensors are taken by Triton kernels where Triton is installed, the GPU has compute capability
-8.0 and the kernels of that format and those scales have been shown on a GPU to give the very bytes
-of the torch code (``tests/gpu``); all others by the compressor's own torch code. With
-``TRITON_INTERPRET=1`` Triton's interpreter runs the kernels on CPU tensors, for tests.
+CUDA tensors are taken by Triton kernels where Triton is installed and the GPU has compute
+capability 8.0, all others by the compressor's own torch code. With ``TRITON_INTERPRET=1`` Triton's
+interpreter runs the kernels on CPU tensors, for tests.
 """
 
 import os
@@ -71,30 +70,11 @@ class Kernels(Protocol):
         """See ``Compressor.warm_up``."""
 
 
-ALL_KERNELS = "MEGATRON_TACO_ALL_KERNELS"
-"""Environment variable of tests and benchmarks: with 1, use the kernels that are not shown yet."""
-
-
-def exact_on_gpus(settings: KernelSettings) -> bool:
-    """Whether these kernels gave the bytes of the torch code on a GPU, see docs/results/kernels.md.
-
-    The others are used in tests and benchmarks until they have.
-    """
-    whole = settings.order in (1, settings.block) and settings.block <= 512
-    return settings.scales == "dual" and whole and not settings.random
-
-
-def kernels_on(device: torch.device, settings: KernelSettings) -> Kernels | None:
-    """Return the kernels for tensors on ``device``, or None where torch does the work.
-
-    Args:
-        device: Where the tensors are.
-        settings: Of the compressor.
-    """
+def kernels_on(device: torch.device) -> Kernels | None:
+    """Return the kernels for tensors on ``device``, or None where torch does the work."""
     interpret = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type == "cuda":
-        shown = exact_on_gpus(settings) or os.environ.get(ALL_KERNELS) == "1"
-        return _load() if shown and not interpret and _capable(device.index) else None
+        return _load() if not interpret and _capable(device.index) else None
     return _load() if interpret and device.type == "cpu" else None
 
 

@@ -103,7 +103,7 @@ class ScaledBlocks(Compressor):
 
     def _kernels(self, device: torch.device) -> Kernels | None:
         """Return the kernels that replace the code below on ``device``, if there are any."""
-        return None if self._plain else kernels_on(device, self._settings)
+        return None if self._plain else kernels_on(device)
 
     def has_kernels(self, device: torch.device) -> bool:
         """Whether kernels, and not torch, do the work on ``device``."""
@@ -265,9 +265,8 @@ class ScaledBlocks(Compressor):
         """Say why there is no kernel to sum by on ``device``; None if there is one."""
         if not self.has_kernels(device):
             return (
-                f"format {self._format} with scales {self._scales} has no kernels in use on "
-                f"{device}; they need Triton, a GPU of compute capability 8.0 or above and "
-                "scales: dual"
+                f"there are no kernels on {device}; they need Triton and a GPU of compute "
+                "capability 8.0 or above"
             )
         return None
 

@@ -117,8 +117,7 @@ def _encode(
 ) -> Launch:
     whole = numel % settings.block == 0
     pairs, lanes, vector, registers = plan.encode_shape(settings, dtype, x, payloads, whole)
-    x_unit = x.unit(16 // dtype.itemsize)
-    payload_unit = plan.payload_unit(payloads, settings, vector)
+    x_unit, payload_unit = plan.encode_units(settings, dtype, x, payloads, vector)
     constants = {
         **plan.common(settings, lanes, vector, mode),
         **plan.writes(payloads, settings, vector),

@@ -70,6 +70,20 @@ def payload_unit(payloads: Place, settings: Settings, vector: int) -> int:
     return payloads.unit(vector // 4 if settings.bits == 6 else vector * settings.bits // 8)
 
 
+def encode_units(
+    settings: Settings, dtype: torch.dtype, x: Place, payloads: Place, vector: int
+) -> tuple[int, int]:
+    """Return the constant parts of the strides of values and of payloads.
+
+    Where neither lets a thread move four bytes at once, codes of a byte are stored one by one:
+    the compiler gives bytes to other threads there by permutations that ptxas gets wrong behind
+    conversions to FP8 (docs/decisions.md).
+    """
+    x_unit = x.unit(16 // dtype.itemsize)
+    unit = payload_unit(payloads, settings, vector)
+    return x_unit, 1 if settings.bits == 8 and x_unit == 1 and unit < 4 else unit
+
+
 def load_access(payloads: Place, settings: Settings, vector: int) -> int:
     """Return ``ACCESS`` of codes.py for reading; only INT6 has more than one."""
     if settings.bits != 6 or payloads.offset % 2:

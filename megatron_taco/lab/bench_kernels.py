@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -249,10 +248,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from megatron_taco.compressors import Taco, build
-    from megatron_taco.compressors.dispatch import ALL_KERNELS
     from megatron_taco.config.data_parallel import SDP4BIT_GRADIENTS, SDP4BIT_WEIGHTS
 
-    os.environ[ALL_KERNELS] = "1"
     if not torch.cuda.is_available() or not Taco().has_kernels(torch.device("cuda", 0)):
         print(
             "megatron-taco bench kernels: the kernels need a CUDA device of compute capability 8.0 "

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_taco.compressors.dispatch import ALL_KERNELS
 from megatron_taco.lab.launch import launch
 from megatron_taco.lab.places import loopback_places
 
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.gpu
 )
 def test_collectives(world_size: int, connections: str) -> None:
     """The oracle's bits, memory, streams and CUDA graphs, with one hardware queue and many."""
-    extra = {"CUDA_DEVICE_MAX_CONNECTIONS": connections, ALL_KERNELS: "1"}
+    extra = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
     places = [
         replace(place, environment={**place.environment, **extra})
         for place in loopback_places(world_size, gpus="share")

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_taco.compressors import Taco
-from megatron_taco.compressors.dispatch import ALL_KERNELS
 
 pytestmark = pytest.mark.gpu
 
@@ -65,11 +64,8 @@ def differing(taco: Taco, x: torch.Tensor) -> list[str]:
 @pytest.mark.parametrize(
     ("form", "scales"), itertools.product(FORMATS, SCALES), ids=lambda value: str(value)
 )
-def test_bytes_and_values_are_those_of_the_cpu(
-    form: str, scales: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_and_values_are_those_of_the_cpu(form: str, scales: str) -> None:
     """Plain torch with every dtype; the kernels, which have to be compiled, in turns."""
-    monkeypatch.setenv(ALL_KERNELS, "1")
     seed = torch.seed() % 2**31
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for k, (block, rotation) in enumerate(itertools.product((32, 256, 512), ("hadamard", "none"))):

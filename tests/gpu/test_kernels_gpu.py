@@ -6,18 +6,11 @@ import pytest
 import torch
 
 from megatron_taco.compressors import Taco
-from megatron_taco.compressors.dispatch import ALL_KERNELS
 from tests.unit.interpreted_kernels import arms, check
 
 pytestmark = pytest.mark.gpu
 
 ARMS = arms(1500)
-
-
-@pytest.fixture(autouse=True)
-def all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that are not in use yet: see ``dispatch.exact_on_gpus``."""
-    monkeypatch.setenv(ALL_KERNELS, "1")
 
 
 @pytest.mark.parametrize("arm", range(len(ARMS)))

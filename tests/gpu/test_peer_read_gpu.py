@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from megatron_taco.collectives.peers import OVERLAP_VARIABLE
-from megatron_taco.compressors.dispatch import ALL_KERNELS
 from megatron_taco.lab.launch import launch
 from megatron_taco.lab.places import loopback_places, visible_gpus
 
@@ -21,7 +20,6 @@ def test_peer_reads(world_size: int) -> None:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-        ALL_KERNELS: "1",
         **({OVERLAP_VARIABLE: "1"} if share else {}),
     }
     places = [

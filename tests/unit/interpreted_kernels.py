@@ -161,7 +161,20 @@ def check(taco: ScaledBlocks, dtype: torch.dtype, numel: int, device: str) -> li
             taco.reduce_encode(many.to(device), numel),
         ),
     }
-    return [name for name, (a, b) in pairs.items() if not torch.equal(bits(a), bits(b.cpu()))]
+    found = {name: difference(expected, result.cpu()) for name, (expected, result) in pairs.items()}
+    return [f"{name} ({text})" for name, text in found.items() if text]
+
+
+def difference(expected: torch.Tensor, found: torch.Tensor) -> str:
+    """Return how many elements differ in bits and the first of them, "" if none does."""
+    if expected.shape != found.shape:
+        return f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    places = (bits(expected) != bits(found)).nonzero()
+    if not len(places):
+        return ""
+    first = tuple(places[0].tolist())
+    values = f"{found[first].item()!r} instead of {expected[first].item()!r}"
+    return f"{len(places)} of {expected.numel()}, first at {list(first)}: {values}"
 
 
 def check_float8() -> list[str]:
@@ -201,7 +214,7 @@ def main() -> int:
         wrong = check(taco, dtype, numel, "cpu")
         failures += bool(wrong)
         if wrong:
-            print(f"{taco} {dtype} numel {numel} seed {seed + k}: {', '.join(wrong)} differ")
+            print(f"{taco} {dtype} numel {numel} seed {seed + k}: {'; '.join(wrong)}")
     print(f"{len(chosen)} arms checked, {failures} differ")
     if share == 0:
         wrong = check_float8()

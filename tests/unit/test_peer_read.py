@@ -136,7 +136,7 @@ def test_what_a_group_is_refused_for(ranks: list[RankFacts], words: str | None) 
 def test_compressors_without_kernels_say_why() -> None:
     table, out = torch.zeros(2, dtype=torch.int64), torch.zeros(64)
     for taco in (Taco(), Timed(Taco())):
-        assert "has no kernels in use on cpu" in str(taco.peer_problem(CPU))
-        with pytest.raises(TypeError, match="format e4m3 with scales dual has no kernels in use"):
+        assert "there are no kernels on cpu" in str(taco.peer_problem(CPU))
+        with pytest.raises(TypeError, match="there are no kernels on cpu"):
             taco.decode_sum_peers(table, 64, out)
     assert "set published_clips: false" in str(Taco(published_clips=True).peer_problem(CPU))
