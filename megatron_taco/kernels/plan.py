@@ -75,13 +75,13 @@ def encode_units(
 ) -> tuple[int, int]:
     """Return the constant parts of the strides of values and of payloads.
 
-    Where neither lets a thread move four bytes at once, codes of a byte are stored one by one:
-    the compiler gives bytes to other threads there by permutations that ptxas gets wrong behind
-    conversions to FP8 (docs/decisions.md).
+    Where neither lets a thread move all its elements or four codes at once, codes of a byte go one
+    by one: in between Triton gives bytes to other threads by a permutation that it makes twice
+    (docs/decisions.md).
     """
-    x_unit = x.unit(16 // dtype.itemsize)
-    unit = payload_unit(payloads, settings, vector)
-    return x_unit, 1 if settings.bits == 8 and x_unit == 1 and unit < 4 else unit
+    access = 16 // dtype.itemsize
+    x_unit, unit = x.unit(access), payload_unit(payloads, settings, vector)
+    return (1, 1) if settings.bits == 8 and x_unit < access and unit < 4 else (x_unit, unit)
 
 
 def load_access(payloads: Place, settings: Settings, vector: int) -> int:
