@@ -17,7 +17,8 @@ from megatron_taco.compressors.scaled import SCALES, ScaledBlocks
 from megatron_taco.compressors.taco import BLOCKS, ROTATIONS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ODD = 7
+SHIFTS = (7, 0, -6)
+"""Added to whole blocks, so that rows lie at any address and at even ones."""
 KEY = 0x9234_5678_FEDC_BA98
 INTEGERS = (
     BlockInteger(4, 128, 32, "bf16", "stochastic", KEY),  # SDP4Bit's gradients
@@ -43,10 +44,10 @@ def arms(blocks: int) -> list[tuple[ScaledBlocks, torch.dtype, int]]:
     for k, (form, scales, dtype) in enumerate(pairs):
         block = BLOCKS[k % len(BLOCKS)]
         rotation = ROTATIONS[k // 2 % 2]
-        numel = blocks * block + (ODD, 0, -ODD)[k // len(BLOCKS) % 3]
+        numel = blocks * block + SHIFTS[k // len(BLOCKS) % 3]
         found.append((Taco(form, block, rotation, scales), dtype, numel))
     for k, code in enumerate(INTEGERS):
-        numel = max(blocks * 256 // code.block, 2) * code.block + (ODD, 0, -ODD)[k % 3]
+        numel = max(blocks * 256 // code.block, 2) * code.block + SHIFTS[k % 3]
         found.append((code, DTYPES[k % 3 - 1], numel))
     return found
 
