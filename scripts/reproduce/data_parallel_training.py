@@ -4,12 +4,13 @@
         --steps 600
     python scripts/reproduce/data_parallel_training.py --arms methods --ranks 2,4 --steps 50
     python scripts/reproduce/data_parallel_training.py --model gpt-350m --arms none,sdp4bit,qw \
-        --steps 500 --minutes 9
+        --steps 500 --minutes 9 --at-once 3
 
 With a GPU for each rank they use NCCL as it comes; where there are fewer all ranks share one (NCCL
 over loopback sockets); without a GPU they are gloo ranks on the CPU. After --minutes the running
 arm saves a checkpoint, and the same command goes on with it; finished runs are kept in
-results.json. Every rank hashes every weight after the last step.
+results.json. With --at-once several arms are trained beside each other. Every rank hashes every
+weight after the last step.
 """
 
 from __future__ import annotations
@@ -180,7 +181,25 @@ def job_of(args: argparse.Namespace, arm: str, ranks: int, seed: int) -> dict[st
 
 
 def start(args: argparse.Namespace, ranks: int, jobs: list[dict[str, Any]], until: float) -> None:
-    """Run jobs one after the other in processes of so many ranks, as long as there is time."""
+    """Run jobs in as many launches of so many ranks as go at once, as long as there is time."""
+    launches = [
+        _launch(args, ranks, jobs[k :: args.at_once], until)
+        for k in range(min(args.at_once, len(jobs)))
+    ]
+    try:
+        codes = [process.wait() for process, _ in launches]
+    finally:
+        for process, work in launches:
+            process.terminate()  # the launcher ends its ranks
+            shutil.rmtree(work, ignore_errors=True)
+    if any(codes):
+        sys.exit(f"a run failed; logs are in {args.runs}/NAME/logs")
+
+
+def _launch(
+    args: argparse.Namespace, ranks: int, jobs: list[dict[str, Any]], until: float
+) -> tuple[subprocess.Popen[bytes], Path]:
+    """Start processes of so many ranks that run jobs one after the other; and their folder."""
     work = args.runs / f"work-{time.time_ns()}"
     work.mkdir()
     path = work / "jobs.json"
@@ -191,10 +210,7 @@ def start(args: argparse.Namespace, ranks: int, jobs: list[dict[str, Any]], unti
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launcher, str(Path(__file__).resolve()), "--rank", str(path)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
-    shutil.rmtree(work)
-    if done.returncode:
-        sys.exit(f"a run failed; logs are in {args.runs}/NAME/logs")
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL), work
 
 
 def record_of(args: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any] | None:
@@ -275,6 +291,7 @@ def main() -> int:
     parser.add_argument("--ranks", default="2", help="numbers of replicas, with commas")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=1e4, help="then save and stop")
+    parser.add_argument("--at-once", type=int, default=1, help="arms beside each other")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "data-parallel")
     args = parser.parse_args()
     args.arms = METHODS if args.arms == "methods" else args.arms.split(",")
