@@ -23,7 +23,8 @@ is linear and shared) and the special groups are as in ``taco.py`` with merged s
 the bytes are TACO's.
 """
 
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from torch import Tensor
@@ -84,7 +85,12 @@ class BlockInteger(ScaledBlocks):
             key: 64 bits from ``counter_random.key_of(seed, step, role, bucket, ...)``; messages
                 with different keys are rounded independently.
         """
-        return self if self.rounding == "nearest" else replace(self, key=key)
+        if self.rounding == "nearest":
+            return self
+        _ = self._settings, self._layout  # found once and copied: the key does not matter to them
+        other = copy(self)
+        object.__setattr__(other, "key", key)
+        return other
 
     @property
     def _format(self) -> str:
