@@ -214,7 +214,7 @@ class DropIn:
         if facts.megatron_training and not boundaries.enabled:
             from megatron.training import get_args
 
-            check_saved(get_args(), ())
+            check_saved(get_args(), {})
         path = self._run_dir or default_run_dir(facts)
         folder = self._stack.enter_context(meet(self.settings, path, resumes=facts.resumes))
         session = Session(

@@ -21,6 +21,7 @@ from megatron_taco.boundaries.anchors import StaticAnchor
 from megatron_taco.boundaries.subspace import Subspace
 from megatron_taco.patching.boundary_layout import Span
 from megatron_taco.patching.boundary_message import ATTRIBUTE, Arrived, MessageForm, Outgoing
+from megatron_taco.patching.boundary_settings import SavedSettings
 from megatron_taco.patching.errors import BoundaryError
 from megatron_taco.patching.token_ids import TokenIds
 from megatron_taco.telemetry.costs import Cost
@@ -31,45 +32,6 @@ NAME = "pipeline_boundaries"
 
 ANCHOR_MARK = "is_pipeline_anchor"
 """Attribute of the anchors' tables, by which the optimiser's settings find them."""
-
-
-class SavedSettings(nn.Module):
-    """What a model's boundaries are, in its checkpoints, so that others are refused.
-
-    Args:
-        settings: of all boundaries.
-        depths: of the whole model.
-    """
-
-    def __init__(self, settings: BoundarySettings, depths: tuple[int, ...]) -> None:
-        super().__init__()
-        self._settings = {
-            "boundary": settings.kind,
-            "rank": settings.rank,
-            "anchors": settings.anchors,
-            "after_layers": list(depths),
-        }
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the settings for ``state_dict``."""
-        return self._settings
-
-    def set_extra_state(self, state: Any) -> None:
-        """Refuse a checkpoint with other boundaries.
-
-        Raises:
-            BoundaryError: with the keys that differ, and both values.
-        """
-        differing = [
-            f"{key}: {here!r} (the checkpoint's is {state[key]!r})"
-            for key, here in self._settings.items()
-            if state[key] != here
-        ]
-        if differing:
-            raise BoundaryError(
-                f"compression.pipeline_parallel: {', '.join(differing)}; a boundary is part of "
-                "the model, so set what it was trained with, or load another checkpoint"
-            )
 
 
 class ChunkBoundaries(nn.Module):
@@ -100,12 +62,12 @@ class ChunkBoundaries(nn.Module):
         first_of_stage: bool = True,
     ) -> None:
         super().__init__()
-        if first_of_stage:
-            self.settings = SavedSettings(settings, span.depths)
         try:
             self.chain = Chain(settings, len(span.depths), span.first, span.last)
         except ValueError as error:
             raise BoundaryError(f"compression.pipeline_parallel: {error}") from None
+        if first_of_stage:
+            self.settings = SavedSettings(settings, span.depths)
         self.span = span
         self._form, self._ids = form, ids
         self._group, self._sequence_parallel = tensor_group, sequence_parallel

@@ -10,21 +10,24 @@ import argparse
 import io
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import checkpoint
 
 from megatron_taco.patching.boundary_chunk import NAME
+from megatron_taco.patching.boundary_settings import CODE, SECTION, check
 from megatron_taco.patching.errors import BoundaryError
 
-_SECTION = "compression.pipeline_parallel"
 _BOUNDARY = re.compile(rf"{re.escape(NAME)}\.boundaries\.after_layer_(\d+)\.")
 
 
 def checkpoint_folder(args: argparse.Namespace) -> str | None:
-    """The distributed checkpoint that ``megatron.load`` and ``megatron.ckpt_step`` name, or None.
+    """The distributed checkpoint that Megatron will load, or None.
+
+    It is named by ``megatron.load`` (else ``megatron.pretrained_checkpoint``) and
+    ``megatron.ckpt_step``.
 
     Args:
         args: Megatron's arguments.
@@ -35,18 +38,44 @@ def checkpoint_folder(args: argparse.Namespace) -> str | None:
         get_checkpoint_tracker_filename,
     )
 
-    if getattr(args, "load", None) is None:
+    def tracker(folder: str) -> Path:
+        return Path(get_checkpoint_tracker_filename(folder))
+
+    # Megatron takes the second where the first has none.
+    named = (getattr(args, name, None) for name in ("load", "pretrained_checkpoint"))
+    load = next((each for each in named if each and tracker(each).is_file()), None)
+    if load is None:
         return None
-    tracker = Path(get_checkpoint_tracker_filename(args.load))
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text(encoding="utf-8").strip()
-    step = text if getattr(args, "ckpt_step", None) is None else str(args.ckpt_step)
+    step = str(getattr(args, "ckpt_step", None) or tracker(load).read_text("utf-8").strip())
     release = step == "release"
-    folder = get_checkpoint_name(
-        args.load, 0 if release else int(step), release, return_base_dir=True
-    )
+    folder = get_checkpoint_name(load, 0 if release else int(step), release, return_base_dir=True)
     return folder if check_is_distributed_checkpoint(folder) else None
+
+
+def saved_boundaries(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What the checkpoint of ``megatron.load`` says of its boundaries.
+
+    Args:
+        args: Megatron's arguments.
+
+    Returns:
+        See ``boundary_settings.described``; of an older checkpoint as many of these keys as can be
+        told. Empty where there are no boundaries, None if no distributed checkpoint is to be
+        loaded.
+    """
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+    folder = checkpoint_folder(args)
+    if folder is None:
+        return None
+    keys = list(map(str, load_sharded_metadata(folder)))
+    found = _settings(keys, folder)
+    depths = {int(key.group(1)) for key in map(_BOUNDARY.match, keys) if key}
+    if depths:
+        found.setdefault("after_layers", sorted(depths))
+    if any(".there.codebook." in key for key in keys):
+        found.setdefault(CODE, "rvq")  # older than this key: seen by its tensors alone
+    return found
 
 
 def saved_depths(args: argparse.Namespace) -> list[int] | None:
@@ -58,49 +87,48 @@ def saved_depths(args: argparse.Namespace) -> list[int] | None:
     Returns:
         The depths, ascending; None if there is no distributed checkpoint to be loaded.
     """
-    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-
-    folder = checkpoint_folder(args)
-    if folder is None:
-        return None
-    keys = list(map(str, load_sharded_metadata(folder)))
-    depths = {int(found.group(1)) for found in map(_BOUNDARY.match, keys) if found}
-    return sorted(depths) or _depths_in_settings(keys, folder)
+    saved = saved_boundaries(args)
+    return None if saved is None else list(saved.get("after_layers", ()))
 
 
-def _depths_in_settings(keys: Iterable[str], folder: str) -> list[int]:
-    """Depths of boundaries that have no tensors to be saved: those that code each value."""
+def _settings(keys: Iterable[str], folder: str) -> dict[str, Any]:
+    """The entry of the settings, which is an object; empty if there is none."""
     key = next((key for key in keys if key.startswith(f"{NAME}.settings.")), None)
     if key is None:
-        return []
+        return {}
     state: dict[str, Any] = {key: io.BytesIO()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to load")
         checkpoint.load(state, checkpoint_id=folder, no_dist=True)
-    return list(state[key][0]["after_layers"])
+    return dict(state[key][0])
 
 
-def check_saved(args: argparse.Namespace, depths: Sequence[int]) -> None:
+def check_saved(args: argparse.Namespace, here: Mapping[str, Any]) -> None:
     """Refuse a checkpoint whose boundaries are not those of this run.
 
     Args:
         args: Megatron's arguments, before it loads.
-        depths: of this run's boundaries; empty where there are none.
+        here: of this run, see ``boundary_settings.described``; empty where it has none.
 
     Raises:
-        BoundaryError: with both lists of depths.
+        BoundaryError: with every key that differs, and both values.
     """
-    saved = saved_depths(args)
-    if saved is None or saved == list(depths):
+    saved = saved_boundaries(args)
+    if saved is None:
         return
-    if not depths:
+    there, depths = list(saved.get("after_layers", ())), list(here.get("after_layers", ()))
+    if there and not depths:
         raise BoundaryError(
-            f"{_SECTION}.mode: off, but the checkpoint of megatron.load has boundaries after "
-            f"layers {saved}, which are part of its model; set mode: on with the settings it was "
+            f"{SECTION}.mode: off, but the checkpoint of megatron.load has boundaries after "
+            f"layers {there}, which are part of its model; set mode: on with the settings it was "
             "trained with (they are in place where no stage is cut)"
         )
-    has = f"boundaries after layers {saved}" if saved else "no boundaries"
-    raise BoundaryError(
-        f"{_SECTION}.after_layers: {list(depths)}, but the checkpoint of megatron.load has {has}; "
-        "a boundary is part of the model, so name the same depths or load another checkpoint"
-    )
+    if there != depths:
+        has = f"boundaries after layers {there}" if there else "no boundaries"
+        raise BoundaryError(
+            f"{SECTION}.after_layers: {depths}, but the checkpoint of megatron.load has {has}; "
+            "a boundary is part of the model, so name the same depths or load another checkpoint"
+        )
+    if here.get(CODE) == "rvq":
+        saved = {CODE: "no codebooks", **saved}
+    check(saved, here)

@@ -37,6 +37,7 @@ from megatron_taco.patching.boundary_layout import resolve_depths, span, stage_c
 from megatron_taco.patching.boundary_message import MessageForm
 from megatron_taco.patching.boundary_report import angles, step_figures
 from megatron_taco.patching.boundary_saved import check_saved
+from megatron_taco.patching.boundary_settings import described
 from megatron_taco.patching.boundary_start import start_anchors
 from megatron_taco.patching.boundary_wire import BACKWARD, FORWARD, Wire
 from megatron_taco.patching.errors import BoundaryError
@@ -136,8 +137,6 @@ class PipelineHooks:
         """
         config = model.config
         depths = resolve_depths(self._settings.after_layers, stage_cuts(config), config.num_layers)
-        if not self.chunks:
-            self._check_saved(depths)
         layers = [layer.layer_number for layer in model.decoder.layers]
         part = span(depths, layers[0] - 1, layers[-1])
         if any(chunk.span == part for chunk in self.chunks):
@@ -157,6 +156,8 @@ class PipelineHooks:
             self.cost,
             first_of_stage=not self.chunks,
         )
+        if not self.chunks:
+            self._check_saved(described(settings, depths))
         chunk.attach(model)
         self.chunks.append(chunk)
         self._models.append(model)
@@ -164,7 +165,7 @@ class PipelineHooks:
             self._constrained += constrained(model, depths)
 
     @staticmethod
-    def _check_saved(depths: tuple[int, ...]) -> None:
+    def _check_saved(here: dict[str, Any]) -> None:
         """Compare with the checkpoint that Megatron's training loop is about to load, if any."""
         from megatron.training.global_vars import get_args
 
@@ -172,7 +173,7 @@ class PipelineHooks:
             args = get_args()
         except AssertionError:  # Megatron's way to say that there is no training loop
             return
-        check_saved(args, depths)
+        check_saved(args, here)
 
     @property
     def settings(self) -> BoundarySettings:

@@ -241,7 +241,7 @@ class _Run:
         set_global_variables(args)
         repair(registry)
         if not self.config.compression.pipeline_parallel.enabled:
-            check_saved(args, ())
+            check_saved(args, {})
         session = (self.make_session or Session)(
             self.config,
             stream=self.console,
