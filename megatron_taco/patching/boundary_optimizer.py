@@ -5,7 +5,7 @@ Imported once Megatron is: its base class is Megatron's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,7 +93,7 @@ class BoundaryOptimizer(MegatronOptimizer):
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
         bad = bool(found > 0)
         if bad:
-            for scaler in _scalers(self._others):
+            for scaler in _not_yet_backed_off(self._others):
                 scaler.update(True)
         return bad
 
@@ -159,14 +159,27 @@ class BoundaryOptimizer(MegatronOptimizer):
         return self.state_dict()
 
 
-def _scalers(optimizers: Sequence[Any]) -> list[Any]:
-    """The gradient scalers of optimisers and of chains of them."""
-    found = []
-    for optimizer in optimizers:
-        found += _scalers(getattr(optimizer, "chained_optimizers", ()))
+def _not_yet_backed_off(optimizers: Sequence[Any]) -> list[Any]:
+    """The gradient scalers whose optimisers found nothing wrong in this step, each once.
+
+    Megatron's optimisers have updated their scalers by then: once a step.
+    """
+    fine: dict[int, Any] = {}
+    backed_off: set[int] = set()
+    for optimizer in _leaves(optimizers):
         scaler = getattr(optimizer, "grad_scaler", None)
-        found += [] if scaler is None else [scaler]
-    return found
+        if scaler is not None:
+            fine[id(scaler)] = scaler
+            if optimizer.found_inf.item() > 0:
+                backed_off.add(id(scaler))
+    return [scaler for key, scaler in fine.items() if key not in backed_off]
+
+
+def _leaves(optimizers: Sequence[Any]) -> Iterator[Any]:
+    """Optimisers, also those of chains of them."""
+    for optimizer in optimizers:
+        yield optimizer
+        yield from _leaves(getattr(optimizer, "chained_optimizers", ()))
 
 
 def chained(chain: Any, ours: BoundaryOptimizer) -> None:
