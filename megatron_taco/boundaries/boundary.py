@@ -99,6 +99,14 @@ class Boundary(nn.Module, ABC):
         """Whether ``encode`` and ``decode`` use the token ids; otherwise they may be None."""
         return False
 
+    @property
+    def learning(self) -> bool:
+        """Whether a quantiser learns from what crosses now: in training, with gradients recorded.
+
+        So that cut and in place a boundary learns from the same passes, once a micro-batch.
+        """
+        return self.training and torch.is_grad_enabled()
+
     @abstractmethod
     def encode(self, x: Tensor, ids: Tensor | None) -> Tensor:
         """Return what is to cross: [s, b, width] of x's dtype, differentiable in ``x``.
@@ -120,13 +128,12 @@ class Boundary(nn.Module, ABC):
     def cross(self, z: Tensor) -> Tensor:
         """Return what would arrive of ``z``; backward, what would arrive of its gradient.
 
-        A quantiser learns from it in training, and where gradients are recorded: once for each
-        micro-batch, with or without recomputation.
+        A quantiser learns from it while ``learning``: once for each micro-batch, with or without
+        recomputation.
         """
         if is_plain(self.there) and is_plain(self.back):
             return z
-        learn = self.training and torch.is_grad_enabled()
-        crossed: Tensor = _StraightThrough.apply(z, self.there, self.back, learn)
+        crossed: Tensor = _StraightThrough.apply(z, self.there, self.back, self.learning)
         return crossed
 
     def wire_shape(self, s: int, b: int) -> tuple[int, int, int]:
@@ -136,27 +143,29 @@ class Boundary(nn.Module, ABC):
     def wire_bytes(self, s: int, b: int, dtype: torch.dtype, backward: bool = False) -> int:
         """Return the size of a message now, for compute dtype ``dtype``.
 
-        It depends on training or evaluation, and on the step while a codebook warms up; both ends
-        have the same of each.
+        It depends on whether it is ``learning``, and on the step while a codebook warms up; both
+        ends have the same of each.
         """
         if backward:
             return self.back.message_bytes(self.wire_shape(s, b), dtype, False)
-        return self.there.message_bytes(self.wire_shape(s, b), dtype, self.training)
+        return self.there.message_bytes(self.wire_shape(s, b), dtype, self.learning)
 
     def pack(self, z: Tensor) -> Tensor:
         """Return the message of ``encode``'s result: uint8 [wire_bytes]; once a micro-batch.
 
         Without a quantiser it shares memory with ``z``.
         """
-        return self.there.pack(z, self.training)
+        return self.there.pack(z, self.learning)
 
     def unpack(self, message: Tensor, s: int, b: int, dtype: torch.dtype) -> Tensor:
         """Return what arrived, a new tensor of ``wire_shape(s, b)``; once a micro-batch, in order.
 
+        To be called with gradients recorded as they are in the pass: see ``learning``.
+
         Raises:
             ValueError: If the message has another size than ``wire_bytes``.
         """
-        return self.there.unpack(message, self.wire_shape(s, b), dtype, self.training)
+        return self.there.unpack(message, self.wire_shape(s, b), dtype, self.learning)
 
     def pack_gradient(self, gradient: Tensor) -> Tensor:
         """Return the message of the gradient of what was unpacked: uint8."""

@@ -167,8 +167,10 @@ class ChunkBoundaries(nn.Module):
         size = boundary.wire_bytes(s, b, z.dtype)
         payload, ids = self._form.split(arrived.message, size, s, b, ids=True)
         with self._cost.timed():
+            # Not without gradients: what learns from a pass looks whether it records them.
+            values = boundary.unpack(payload, s, b, z.dtype)
             with torch.no_grad():
-                z.copy_(boundary.unpack(payload, s, b, z.dtype))
+                z.copy_(values)
             delattr(z, ATTRIBUTE)
             self._ids.current = ids
             block.set_input_tensor(boundary.decode(z, ids))

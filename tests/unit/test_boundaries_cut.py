@@ -113,14 +113,16 @@ def test_a_step_can_be_run_again():
             assert torch.equal(value, chain_boundary(second).shared_state()[name])
 
 
-def test_evaluation_changes_nothing_and_agrees():
+@pytest.mark.parametrize("training", [False, True])
+def test_a_pass_without_gradients_changes_nothing_and_agrees(training):
+    """An evaluation, and a pass of a model that is left in training mode."""
     whole, sender, receiver = chains = whole_and_halves(CASES["mapl-rvq"])
     for step in range(4):
         x, ids, g = micro_batch(step, 0, torch.float32)
         pass_in_place(chain_boundary(whole), x, ids, g)
         pass_cut(chain_boundary(sender), chain_boundary(receiver), x, ids, g)
         for chain in chains:
-            chain.eval()
+            chain.train(training)
         x, ids, _ = micro_batch(9, 0, torch.float32)
         s, b = x.shape[:2]
         before = [chain_boundary(chain).statistics() for chain in chains]
