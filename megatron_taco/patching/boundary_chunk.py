@@ -47,6 +47,10 @@ class ChunkBoundaries(nn.Module):
         sample: told of what enters a boundary [s, b, d] in training, with its token ids.
         cost: of the axis.
         first_of_stage: whether it is the stage's first chunk, which keeps the settings.
+
+    Attributes:
+        passed: numbers of the boundaries in place, and of those sent from here, that a training
+            pass has gone through.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class ChunkBoundaries(nn.Module):
         self._sample = sample
         self._hooks: list[Any] = []
         self._cost = cost
+        self.passed: set[int] = set()
         for parameter in self.chain.parameters():
             # Megatron's mark: summed over TP under SP.
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
@@ -199,8 +204,9 @@ class ChunkBoundaries(nn.Module):
         return z
 
     def _watch(self, boundary: Boundary, x: Tensor, ids: Tensor | None) -> None:
-        """Let a training pass be sampled: once a micro-batch, with or without recomputation."""
+        """Note a training pass, for a sample: once a micro-batch, recomputed or not."""
         if self.training and torch.is_grad_enabled():
+            self.passed.add(boundary.place.index)
             self._sample(boundary, x, ids)
 
     def sharded_state_dict(

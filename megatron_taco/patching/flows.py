@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from megatron_taco.telemetry.console import format_bytes
 from megatron_taco.telemetry.counters import Flow, FlowTotal
@@ -50,6 +51,16 @@ def problems(
                 f"{section}.min_bytes or turn the role off"
             )
     return found
+
+
+class StepCheck(Protocol):
+    """What is told of each executed step, by every rank alike, and may fail the run."""
+
+    def step_done(self, step: int, *, skipped: bool = False) -> None:
+        """Note an executed step, counted from 0; ``skipped`` if it left the weights alone."""
+
+    def finish(self) -> None:
+        """Check at the end of the run what a short run has not had the steps to check."""
 
 
 class FlowCheck:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_taco.patching.flows import FlowCheck
+from megatron_taco.patching.flows import StepCheck
 from megatron_taco.patching.registry import Registry
 from megatron_taco.telemetry.reporter import Reporter
 
@@ -42,7 +42,7 @@ class LoopHooks:
         reporter: Reporter,
         begin_step: StepListener,
         begin_evaluation: StepListener,
-        checks: Sequence[FlowCheck | None],
+        checks: Sequence[StepCheck | None],
         see_optimizer: Callable[[Any], None] | None = None,
         end_step: StepListener | None = None,
     ) -> None:

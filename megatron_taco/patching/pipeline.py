@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_taco.boundaries import Boundary, BoundarySettings, QuantizerSettings
@@ -348,6 +349,15 @@ class PipelineHooks:
         moved = angles(self.boundaries, self._depths)
         if moved and self.note is not None:
             self.note(moved)
+
+    def never_passed(self) -> list[int]:
+        """Depths of the boundaries that no training pass has gone through; a collective call."""
+        passed = torch.zeros(len(self._depths), device=torch.cuda.current_device())
+        for chunk in self.chunks:
+            for number in chunk.passed:
+                passed[number - 1] = 1.0
+        dist.all_reduce(passed, op=dist.ReduceOp.MAX)
+        return [d for d, seen in zip(self._depths, passed.tolist(), strict=True) if not seen]
 
     def figures(self) -> dict[str, Any]:
         """The entry of a logged step; a collective call."""

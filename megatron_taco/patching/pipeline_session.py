@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron_taco.config import Settings
 from megatron_taco.patching import pipeline
-from megatron_taco.patching.flows import FlowCheck
+from megatron_taco.patching.boundary_passes import PassCheck
+from megatron_taco.patching.flows import FlowCheck, StepCheck
 from megatron_taco.telemetry.counters import Counters, Flow, FlowTotal
 
 
@@ -22,14 +23,19 @@ def pipeline_hooks(config: Settings, counters: Counters) -> pipeline.PipelineHoo
 
 
 def pipeline_checks(
-    config: Settings, *, totals: Callable[[], list[FlowTotal]], stages: int
-) -> list[FlowCheck]:
-    """What fails the run when nothing is sent as a message; nothing where the axis is off.
+    config: Settings,
+    *,
+    totals: Callable[[], list[FlowTotal]],
+    stages: int,
+    never_passed: Callable[[], Sequence[int]],
+) -> list[StepCheck]:
+    """What fails the run when nothing is sent, or a boundary never passed; empty where it is off.
 
     Args:
         config: the run's configuration.
         totals: gives the counts over all ranks (a collective call).
         stages: pipeline-parallel size.
+        never_passed: gives the depths without a training pass (a collective call).
     """
     settings = config.compression.pipeline_parallel
     if not settings.enabled:
@@ -43,5 +49,6 @@ def pipeline_checks(
             # Whatever is seen is a message of a boundary; the projectors' exchange is exact.
             plain_passes=True,
             section=pipeline.OWNER,
-        )
+        ),
+        PassCheck(never_passed),
     ]

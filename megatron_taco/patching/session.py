@@ -19,7 +19,7 @@ from megatron_taco.patching.data_memory import GradientMemory
 from megatron_taco.patching.data_policy import BucketPolicy
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.data_trial import compile_kernels
-from megatron_taco.patching.flows import FlowCheck, FlowCheckError
+from megatron_taco.patching.flows import FlowCheck, FlowCheckError, StepCheck
 from megatron_taco.patching.loop import LoopHooks, StepListener
 from megatron_taco.patching.model_init import TARGET as MODEL_INIT
 from megatron_taco.patching.model_init import Listener, ModelInit
@@ -72,6 +72,9 @@ class PipelineAxis(Protocol):
 
     def claim(self, registry: Registry) -> None:
         """Claim all targets but the model's construction."""
+
+    def never_passed(self) -> list[int]:
+        """Depths of the boundaries that no training pass has gone through; a collective call."""
 
     def finish(self) -> None:
         """After training: what is still owed."""
@@ -200,7 +203,16 @@ class Session:
             self.costs.append(boundaries.cost)
         data_parallel = data_parallel_hooks(config, self.counters, seed)
         self.data_parallel: DataAxis | None = data_parallel
-        self.axis_checks = pipeline_checks(config, totals=self.reporter.totals, stages=stages)
+        self.axis_checks: list[StepCheck] = [
+            *pipeline_checks(
+                config,
+                totals=self.reporter.totals,
+                stages=stages,
+                never_passed=lambda: (
+                    [] if self.boundaries is None else self.boundaries.never_passed()
+                ),
+            )
+        ]
         self._bucket_policy: BucketPolicy | None = None
         self._compile_for_buckets: Callable[[], str] | None = None
         if data_parallel is not None:

@@ -342,3 +342,31 @@ def test_a_skipped_step_moves_no_projector(run_ranks: RankRunner, tmp_path: Path
     assert 1 < sum(skipped) < len(skipped)
     assert steps[-1]["loss_scale"] == 2 ** (20 - (sum(skipped) - 1))
     assert made == [[len(skipped) - sum(skipped)]] * 2
+
+
+def call_layers_by_their_forward(rank: int) -> None:
+    """Have layers run without their hooks, as a schedule of parts of them does."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    TransformerLayer.__call__ = __call__
+
+
+def test_a_boundary_that_is_never_passed_fails_the_run(
+    run_ranks: RankRunner, tmp_path: Path
+) -> None:
+    """Of three the middle one is cut and is passed; the others would be in place."""
+    with pytest.raises(AssertionError) as failure:
+        run_ranks(
+            train,
+            2,
+            write_config(tmp_path),
+            [*ON, DEPTHS, PP2],
+            call_layers_by_their_forward,
+            init=False,
+            timeout=90,
+        )
+    assert "the boundaries after layers [1, 3] are on and no training step" in str(failure.value)
+    assert len(losses(tmp_path)) <= 2
