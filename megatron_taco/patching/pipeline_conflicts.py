@@ -20,6 +20,10 @@ _FORWARD = f"{_SECTION}.quantizer.forward"
 _TAH_TILE = 64
 _GRAPHS = "a captured graph freezes which boundary's message is sent and which token ids it has"
 _FSDP = "its parameters and optimisers are other code, which no target of ours reaches"
+_BATCHES = (
+    "two micro-batches are run by a schedule of their layers' parts, which passes by the layers' "
+    "own forward and what is hooked there"
+)
 _REFUSED = {
     "cuda_graph_impl": (_GRAPHS, "set megatron.cuda_graph_impl: none"),
     "enable_cuda_graph": (_GRAPHS, "remove megatron.enable_cuda_graph"),
@@ -27,6 +31,10 @@ _REFUSED = {
     "use_megatron_fsdp": (_FSDP, "set megatron.use_megatron_fsdp: false"),
     "use_custom_fsdp": (_FSDP, "remove megatron.use_custom_fsdp"),
     "use_torch_fsdp2": (_FSDP, "set megatron.use_torch_fsdp2: false"),
+    "overlap_moe_expert_parallel_comm": (
+        _BATCHES,
+        "set megatron.overlap_moe_expert_parallel_comm: false",
+    ),
 }
 
 
@@ -66,10 +74,21 @@ def check_stages(config: Settings, args: Namespace) -> list[str]:
     if not settings.enabled:
         return []
     transformer = core_transformer_config_from_args(args)
+    cuts = stage_cuts(transformer)
     try:
-        resolve_depths(settings.after_layers, stage_cuts(transformer), args.num_layers)
+        depths = resolve_depths(settings.after_layers, cuts, args.num_layers)
     except BoundaryError as error:
         return [f"{config.where(_DEPTHS)}: {error}"]
+    in_place = sorted(set(depths) - set(cuts))
+    eight_bits = transformer.fp8 or transformer.fp4
+    recomputed = transformer.recompute_granularity == "full"
+    if in_place and eight_bits and recomputed and settings.resolved_anchors() != "none":
+        return [
+            f"{config.where(_DEPTHS)}: {_DEPTHS}: boundaries within a stage, {in_place}, with "
+            f"anchors and full recomputation of layers in {eight_bits}: Transformer Engine's own "
+            "checkpointing runs the layers again, which does not keep their token ids; set "
+            "recompute_granularity: selective, anchors: none, or depths at the stage cuts alone"
+        ]
     return []
 
 

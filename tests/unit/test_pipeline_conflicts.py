@@ -37,6 +37,11 @@ def config(
     [
         ({}, {"cuda_graph_impl": "local"}, "set megatron.cuda_graph_impl: none"),
         ({}, {"use_torch_fsdp2": True}, "set megatron.use_torch_fsdp2: false"),
+        (
+            {},
+            {"overlap_moe_expert_parallel_comm": True},
+            "set megatron.overlap_moe_expert_parallel_comm: false",
+        ),
         ({}, {"pipeline_model_parallel_size": 1}, "no stage cut to put a boundary at"),
         ({"after_layers": [2, 400]}, {}, "[400] with"),
         ({"rank": 100000}, {}, "run.yaml:11: compression.pipeline_parallel.rank: 100000 with a "),
@@ -128,6 +133,42 @@ def test_depths_have_to_meet_the_cuts_that_megatron_makes(
         (line,) = found
         assert re.match(r"\S+run\.yaml:\d+: compression\.pipeline_parallel\.after_layers: ", line)
         assert missing in line
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({}, True),
+        ({"anchors": "none"}, False),
+        ({"after_layers": [2]}, False),
+        ({"recompute_granularity": "selective"}, False),
+        ({"fp8": None}, False),
+    ],
+)
+def test_layers_that_transformer_engine_runs_again_have_no_anchors_within(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: dict[str, Any], refused: bool
+) -> None:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.training import argument_utils
+
+    given = {"recompute_granularity": "full", "fp8": "hybrid", **changed}
+    section = {key: given.pop(key) for key in ("anchors", "after_layers") if key in given}
+    batch = {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 1, "lr": 0.1}
+    loaded = config(tmp_path, {"after_layers": [1, 2], **section}, **batch)
+    with CpuShim():
+        args = parse(loaded, device="cpu", world_size=2)
+    made = argument_utils.core_transformer_config_from_args(args)
+    # Megatron makes none with FP8 where there is no Transformer Engine.
+    vars(made).update(given)
+    assert isinstance(made, TransformerConfig)
+    monkeypatch.setattr(argument_utils, "core_transformer_config_from_args", lambda _: made)
+    found = pipeline_conflicts.check_stages(loaded, args)
+    if refused:
+        (line,) = found
+        assert "boundaries within a stage, [1], with anchors and full recomputation" in line
+        assert "set recompute_granularity: selective, anchors: none, or depths at the" in line
+    else:
+        assert found == []
 
 
 def test_codebooks_that_never_come_into_force_are_mentioned(tmp_path: Path) -> None:
