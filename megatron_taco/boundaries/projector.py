@@ -67,6 +67,7 @@ class Projector(FixedPrecision):
         self.seed, self.boundary = seed, boundary
         self.update, self.ends, self.beta = update, ends, beta
         self.steps, self.repairs = 0, 0
+        self._start: Tensor | None = None
         self.register_buffer("a", haar(hidden, rank, seed, boundary))
         learned = update != "none"
         self.register_buffer("momentum", torch.zeros_like(self.a) if learned else None)
@@ -86,11 +87,12 @@ class Projector(FixedPrecision):
     def angles_moved(self) -> Tensor:
         """Return the principal angles between the initial subspace and this one: FP64 [r], radians.
 
-        Ascending. Slow (the initial A is drawn again, two singular value decompositions); for A
-        with orthonormal columns.
+        Ascending; for A with orthonormal columns. The initial A is drawn once more at the first
+        call and kept on the host, FP32 [d, r].
         """
-        start = haar(self.a.shape[0], self.a.shape[1], self.seed, self.boundary)
-        return principal_angles(start.to(self.a.device), self.a)
+        if self._start is None:
+            self._start = haar(self.a.shape[0], self.a.shape[1], self.seed, self.boundary)
+        return principal_angles(self._start.to(self.a.device), self.a)
 
     def gradient_parts(self) -> dict[str, Tensor]:
         """Return the accumulators held here, by end: FP32 [d, r], to be reduced in place."""

@@ -111,13 +111,16 @@ def orthonormality_error(a: Tensor) -> Tensor:
 def principal_angles(a: Tensor, b: Tensor) -> Tensor:
     """Return the r angles between the spans of two points of St(d, r), radians, ascending, FP64.
 
-    From sines and cosines, so that small angles keep their digits (Bjorck and Golub 1973).
+    From sines and cosines, so that small angles keep their digits (Bjorck and Golub 1973), as roots
+    of the eigenvalues of r x r matrices: angles below 1e-8, and so near a right angle, are lost.
     """
     a, b = a.double(), b.double()
     inner = a.t() @ b
-    cosines = torch.linalg.svdvals(inner)
-    sines = torch.linalg.svdvals(b - a @ inner).flip(0)
-    return torch.atan2(sines, cosines)
+    outside = b - a @ inner
+    sines, cosines = (
+        torch.linalg.eigvalsh(each.t() @ each).clamp_min_(0.0).sqrt_() for each in (outside, inner)
+    )
+    return torch.atan2(sines, cosines.flip(0))
 
 
 def _polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:

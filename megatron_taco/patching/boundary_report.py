@@ -47,8 +47,8 @@ def step_figures(
 def angles(boundaries: Mapping[int, Boundary], depths: Sequence[int]) -> Figures:
     """Principal angles in degrees between each projector's subspace now and at the start.
 
-    Slow (two singular value decompositions each); a collective call. Projectors that do not move
-    are left out.
+    Two eigenvalue decompositions [r, r] each; a collective call. Projectors that do not move are
+    left out.
 
     Args:
         boundaries: of this process, by number from 1.
