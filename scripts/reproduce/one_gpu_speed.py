@@ -100,6 +100,12 @@ PARTS = (
         aim=PIPELINE_AIM,
     ),
     Part(
+        name="pipeline-200mbit-4",
+        title="Pipeline at 200 Mbit/s, 4 micro-batches",
+        command=_pipeline("200Mbit", 4, *FEW, "--uncompressed", "sdpa"),
+        aim=PIPELINE_AIM,
+    ),
+    Part(
         name="pipeline-200mbit-32",
         title="Pipeline at 200 Mbit/s, 32 micro-batches",
         # A plain step is about 20 s: Transformer Engine's would say no more.
