@@ -131,6 +131,7 @@ class PipelineParallel(Section):
         """Return why a key would do nothing with this kind of boundary, or an empty text."""
         elementwise = self.boundary in ELEMENTWISE
         still = "" if self.boundary in LEARNED else "has no projector that learns"
+        alone = self.boundary == "residual_bottleneck" and self.quantizer.forward.kind != "rvq"
         moves = "" if self.boundary == SUBSPACE else "has no subspace that moves"
         return {
             "rank": "has no rank" if elementwise else "",
@@ -139,7 +140,7 @@ class PipelineParallel(Section):
             "move_every": moves,
             "move_length": moves,
             "seed": "draws nothing at random" if elementwise else "",
-            "check_every": "keeps nothing at both ends" if elementwise else "",
+            "check_every": "keeps nothing at both ends" if elementwise or alone else "",
         }
 
     def _allowed_anchors(self) -> tuple[str, ...]:

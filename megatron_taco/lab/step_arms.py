@@ -198,7 +198,8 @@ def _boundary(name: str, config: Config) -> list[str]:
     kind, _, code = name.partition("+")
     values: dict[str, object] = {"mode": "on", "boundary": kind}
     if kind not in ELEMENTWISE:
-        values["check_every"] = 0
+        if kind != "residual_bottleneck":
+            values["check_every"] = 0
         if config.compression.pipeline_parallel.rank is None:
             hidden = config.model.hidden_size
             values["rank"] = max(1, (hidden or _RANK_SHARE) // _RANK_SHARE)

@@ -201,6 +201,10 @@ def test_in_place_needs_depths_alone(tmp_path: Path) -> None:
             {"boundary": "fixed", "lr": 0.1},
             "lr: 0.1 has no effect: boundary: fixed has no projector that learns",
         ),
+        (
+            {"boundary": "residual_bottleneck", "check_every": 9},
+            "check_every: 9 has no effect: boundary: residual_bottleneck keeps nothing at both",
+        ),
         ({"move_every": 9}, "move_every: 9 has no effect: boundary: mapl has no subspace that"),
         ({"boundary": "subspace", "anchors": "full"}, "anchors: 'full': boundary: subspace has"),
         ({"boundary": "maple"}, "nearest: mapl"),
