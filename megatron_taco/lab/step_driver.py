@@ -30,7 +30,7 @@ from megatron_taco.lab.step_pipeline import PipelineArms
 from megatron_taco.lab.step_router import ArmRouter
 from megatron_taco.lab.step_schedule import AUTO, FP32, PLAIN, SILENT, Schedule, Turn
 from megatron_taco.lab.step_work import Work, measure_work
-from megatron_taco.patching.boundary_gradients import EXCHANGE
+from megatron_taco.patching.boundary_gradients import EXCHANGE, PROJECTOR_SUM
 from megatron_taco.patching.session import Session
 from megatron_taco.telemetry.counters import Counters
 
@@ -67,8 +67,9 @@ class Steps:
 
         The exchange of projectors' gradients is left out.
         """
+        exact = {str(EXCHANGE), str(PROJECTOR_SUM)}
         totals = [
-            sum(found[index] for flow, found in sent.items() if flow != str(EXCHANGE))
+            sum(found[index] for flow, found in sent.items() if flow not in exact)
             for sent in self.sent
         ]
         return [round(total / self.ranks) for total in totals]

@@ -26,6 +26,12 @@ from megatron_taco.collectives.ordered import ordered_all_reduce_
 from megatron_taco.telemetry.counters import Counters, Flow
 
 EXCHANGE = Flow("pp.projector", "exchange")
+"""Between the ends of a boundary."""
+
+PROJECTOR_SUM = Flow("pp.projector", "all_reduce")
+"""Over replicas, where there are several; so is the next."""
+
+CODEBOOK_SUM = Flow("pp.codebook", "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ def whole_gradients(
         boundaries: of this process, by number.
         groups: see :class:`Groups`.
         tokens: tokens of the global batch, 0-dim or [1], where losses are per token.
-        counters: count the exchange.
+        counters: count the sums and the exchange.
 
     Returns:
         FP32 [d, r] for each boundary with a learned projector.
@@ -78,8 +84,7 @@ def whole_gradients(
     parts = {number: part for number, part in parts.items() if part}
     for number in sorted(parts):
         for part in parts[number].values():
-            for group in groups.replicas:
-                ordered_all_reduce_(part, group)
+            _sum(part, groups, counters, PROJECTOR_SUM)
             part.mul_(groups.scale)
     theirs = _exchange({n: boundaries[n] for n in parts}, parts, groups, counters)
     whole = {}
@@ -110,7 +115,7 @@ def _exchange(
         operations.append(dist.P2POp(dist.isend, ours, rank, groups.pipeline))
         operations.append(dist.P2POp(dist.irecv, theirs, rank, groups.pipeline))
         arriving.append((numbers, theirs))
-        _count(counters, ours.numel() * ours.element_size())
+        _count(counters, EXCHANGE, ours.numel() * ours.element_size())
     if operations:
         for request in dist.batch_isend_irecv(operations):
             request.wait()
@@ -124,9 +129,22 @@ def _exchange(
     return found
 
 
-def _count(counters: Counters, sent: int) -> None:
-    """Count a message between stages that goes as it is, of ``sent`` bytes."""
-    count = counters[EXCHANGE]
+def _sum(tensor: Tensor, groups: Groups, counters: Counters, flow: Flow) -> None:
+    """Sum over the replicas in place, and count it."""
+    for group in groups.replicas:
+        ordered_all_reduce_(tensor, group)
+        if group.size() > 1:
+            _count(counters, flow, _ring_bytes(tensor, group.size()))
+
+
+def _ring_bytes(tensor: Tensor, ranks: int) -> int:
+    """What an ``ordered_all_reduce_`` sends from each rank, as a ring would."""
+    return 2 * (ranks - 1) * -(-tensor.numel() // ranks) * tensor.element_size()
+
+
+def _count(counters: Counters, flow: Flow, sent: int) -> None:
+    """Count a message that goes as it is, of ``sent`` bytes."""
+    count = counters[flow]
     count.seen += 1
     count.raw += sent
     count.wire += sent
@@ -141,7 +159,7 @@ def summed_pulls(
     Args:
         boundaries: of this process, by number; none or all of the model's are due.
         groups: see :class:`Groups`.
-        counters: count what goes between stages.
+        counters: count the sums over replicas and over stages.
 
     Returns:
         For each boundary the sum over all boundaries and replicas, FP32 [d, k].
@@ -154,27 +172,28 @@ def summed_pulls(
     for boundary in due.values():
         if boundary.pull is not None:
             total += boundary.pull
-    for group in (*groups.replicas, groups.pipeline):
-        ordered_all_reduce_(total, group)
+    _sum(total, groups, counters, PROJECTOR_SUM)
+    ordered_all_reduce_(total, groups.pipeline)
     stages = groups.pipeline.size()
     if stages > 1:
-        sent = 2 * (stages - 1) * total.numel() * total.element_size() // stages
-        _count(counters, sent)
+        _count(counters, EXCHANGE, _ring_bytes(total, stages))
     return {number: total.clone() for number in due}
 
 
-def summed_statistics(boundaries: Mapping[int, Boundary], groups: Groups) -> dict[int, Tensor]:
+def summed_statistics(
+    boundaries: Mapping[int, Boundary], groups: Groups, counters: Counters
+) -> dict[int, Tensor]:
     """What codebooks need at the end of the step, summed over the replicas.
 
     Args:
         boundaries: of this process, by number.
         groups: see :class:`Groups`.
+        counters: count the sums.
     """
     found = {}
     for number, boundary in sorted(boundaries.items()):
         statistics = boundary.statistics(*groups.replica)
         if statistics is not None:
-            for group in groups.replicas:
-                ordered_all_reduce_(statistics, group)
+            _sum(statistics, groups, counters, CODEBOOK_SUM)
             found[number] = statistics
     return found

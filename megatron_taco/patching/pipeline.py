@@ -28,7 +28,9 @@ from megatron_taco.patching.boundary_agreement import check_agreement
 from megatron_taco.patching.boundary_chunk import ANCHOR_MARK, ChunkBoundaries
 from megatron_taco.patching.boundary_errors import BoundaryErrors, with_errors
 from megatron_taco.patching.boundary_gradients import (
+    CODEBOOK_SUM,
     EXCHANGE,
+    PROJECTOR_SUM,
     Groups,
     summed_pulls,
     summed_statistics,
@@ -60,7 +62,7 @@ Hit = Callable[[], None]
 
 def all_flows() -> list[Flow]:
     """Every flow this seam can count, in report order."""
-    return [FORWARD, BACKWARD, EXCHANGE]
+    return [FORWARD, BACKWARD, EXCHANGE, PROJECTOR_SUM, CODEBOOK_SUM]
 
 
 def expected_flows(settings: PipelineParallel, stages: int) -> list[Flow]:
@@ -229,7 +231,7 @@ class PipelineHooks:
                 with torch.no_grad(), self.cost.timed():
                     gradients = whole_gradients(self.boundaries, groups, num_tokens, self._counters)
                     gradients |= summed_pulls(self.boundaries, groups, self._counters)
-                    statistics = summed_statistics(self.boundaries, groups)
+                    statistics = summed_statistics(self.boundaries, groups, self._counters)
                 self.optimizer.accept(gradients, statistics)
             return result
 
