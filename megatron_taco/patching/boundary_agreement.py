@@ -61,6 +61,11 @@ def _describe(boundaries: Mapping[int, Boundary], differing: list[int]) -> str:
         if len(ranks) > 1:
             groups = " | ".join(map(str, sorted(ranks.values())))
             lines.append(f"boundary {number}: the {name} differs between ranks {groups}")
+    lines.append(
+        "all begin with one rank's bits and take the same steps, so the devices of these ranks "
+        "round the same products differently (other kinds of GPU or CPU, or other libraries), or "
+        "one of them has a fault"
+    )
     return "; ".join(lines)
 
 

@@ -1,4 +1,7 @@
-"""What boundaries take from a model that has just been initialised: its token embedding.
+"""What boundaries begin with: the same bits everywhere, and the model's token embedding.
+
+What comes of a QR decomposition is made by one rank and sent to all others once: hosts with other
+processors or libraries round it otherwise. Elementwise draws are rounded to FP32 from FP64.
 
 Anchors begin as the embedding, as far as their kind can represent it (papers.md 4.2): the token's
 signal is there from the first step. The embedding lives on the first stage, in rows over the
@@ -7,13 +10,17 @@ tensor-parallel ranks, and tables on every rank of every stage, so that it is se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_taco.boundaries import Chain
+from megatron_taco.boundaries.anchors import FactorisedAnchor
+from megatron_taco.boundaries.build import PROJECTED
+from megatron_taco.boundaries.subspace import Subspace
 
 ROWS = 4096
 """Rows of the embedding that are sent at a time."""
@@ -58,3 +65,57 @@ def start_anchors(
         for rank, each in enumerate(parts):
             for table in tables:
                 table.start_from_embedding(each, first=rank * rows + at)
+
+
+def share_drawn(chains: Iterable[Chain], copy: int, device: torch.device) -> None:
+    """Give all ranks the same projectors and anchor bases; a collective call of the world.
+
+    Args:
+        chains: of this process, at least one.
+        copy: number of this process among those that hold the same part of the model; 0 sends.
+        device: of the collectives.
+    """
+    chains = list(chains)
+    settings, count = chains[0].settings, chains[0].count
+    drawn: dict[str, list[_Drawn]] = {}
+    if settings.kind == Subspace.kind:
+        drawn["projector 0"] = []
+    elif settings.kind in PROJECTED:
+        drawn |= {f"projector {number}": [] for number in range(1, count + 1)}
+    if settings.anchors == "factorised":
+        drawn |= {f"basis {segment}": [] for segment in range(count + 1)}
+    for chain in chains:
+        for name, each in _held(chain):
+            drawn[name].append(each)
+    for name, found in drawn.items():
+        shape = (settings.hidden, settings.rank)
+        shape = shape if name.startswith("projector") else shape[::-1]
+        sent = torch.zeros(shape, device=device)
+        for each in found:
+            if each.sends and not copy:
+                sent.copy_(each.tensor)
+        # One rank has values, all others zeros.
+        dist.all_reduce(sent)
+        for each in found:
+            each.tensor.copy_(sent)
+
+
+class _Drawn(NamedTuple):
+    """A buffer that was drawn, and whether its copy in a model's first replica is the one sent."""
+
+    tensor: Tensor
+    sends: bool
+
+
+def _held(chain: Chain) -> Iterator[tuple[str, _Drawn]]:
+    for segment in range(chain.first, chain.last + 1):
+        anchor = chain.anchor(segment)
+        if isinstance(anchor, FactorisedAnchor):
+            yield f"basis {segment}", _Drawn(anchor.basis, True)
+    for number in range(1, chain.count + 1):
+        boundary = chain.boundary(number)
+        if boundary is not None and boundary.projector is not None:
+            projector = boundary.projector
+            # All boundaries of a Subspace Network begin with one: the first of them sends it.
+            sends = boundary.place.ends != "receiver" and projector.boundary in (number, number - 1)
+            yield f"projector {projector.boundary}", _Drawn(projector.a, sends)

@@ -41,7 +41,7 @@ from megatron_taco.patching.boundary_message import MessageForm
 from megatron_taco.patching.boundary_report import angles, step_figures
 from megatron_taco.patching.boundary_saved import check_saved
 from megatron_taco.patching.boundary_settings import described
-from megatron_taco.patching.boundary_start import start_anchors
+from megatron_taco.patching.boundary_start import share_drawn, start_anchors
 from megatron_taco.patching.boundary_wire import BACKWARD, FORWARD, Wire
 from megatron_taco.patching.errors import BoundaryError
 from megatron_taco.patching.registry import Registry
@@ -283,14 +283,24 @@ class PipelineHooks:
     def _start(self) -> None:
         """Set what depends on the weights, before the optimiser makes its masters of them."""
         with torch.no_grad():
-            model = self._models[0]
+            model, chains = self._models[0], [chunk.chain for chunk in self.chunks]
+            share_drawn(chains, self._copy(), torch.device(torch.cuda.current_device()))
             start_anchors(
-                [chunk.chain for chunk in self.chunks],
+                chains,
                 model.embedding.word_embeddings.weight if model.pre_process else None,
                 model.pg_collection.tp,
                 model.pg_collection.pp,
             )
             self._constrain()
+
+    @staticmethod
+    def _copy() -> int:
+        """Number of this process among those that hold the same part of the model."""
+        from megatron.core import parallel_state as mpu
+
+        replica: int = mpu.get_data_parallel_rank(with_context_parallel=True)
+        tensor: int = mpu.get_tensor_model_parallel_rank()
+        return replica * mpu.get_tensor_model_parallel_world_size() + tensor
 
     @staticmethod
     def _overrides(config: Any, overrides: Any) -> dict[Any, Any]:
@@ -332,6 +342,9 @@ class PipelineHooks:
         every = self._settings.resolved_check_every()
         if every and self._steps % every == 0:
             self.check()
+        elif every and self._steps == 1:
+            # Devices that round the same products differently show it at once.
+            self._compare()
 
     @property
     def _depths(self) -> tuple[int, ...]:
@@ -346,11 +359,14 @@ class PipelineHooks:
             DisagreementError: two of them differ.
         """
         self._checked = self._steps
-        device = torch.device(torch.cuda.current_device())
-        check_agreement(self.boundaries, len(self._depths), device)
+        self._compare()
         moved = angles(self.boundaries, self._depths)
         if moved and self.note is not None:
             self.note(moved)
+
+    def _compare(self) -> None:
+        device = torch.device(torch.cuda.current_device())
+        check_agreement(self.boundaries, len(self._depths), device)
 
     def never_passed(self) -> list[int]:
         """Depths of the boundaries that no training pass has gone through; a collective call."""

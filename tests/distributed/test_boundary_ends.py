@@ -5,10 +5,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_taco.boundaries import Boundary, BoundarySettings, build
+from megatron_taco.boundaries import Boundary, BoundarySettings, Chain, build
+from megatron_taco.boundaries.stiefel import haar
 from megatron_taco.collectives.ordered import ordered_all_reduce_
 from megatron_taco.patching.boundary_agreement import DisagreementError, check_agreement
-from megatron_taco.patching.boundary_gradients import EXCHANGE, Groups, whole_gradients
+from megatron_taco.patching.boundary_gradients import (
+    EXCHANGE,
+    PROJECTOR_SUM,
+    Groups,
+    whole_gradients,
+)
+from megatron_taco.patching.boundary_start import share_drawn
 from megatron_taco.telemetry.counters import Counters
 from tests.ranks import RankRunner
 
@@ -64,10 +71,15 @@ def four_ranks(
     for number, boundary in boundaries.items():
         for part in boundary.gradient_parts().values():
             part.copy_(noise(number, stage, replica))
-    counters = Counters([EXCHANGE])
+    counters = Counters([EXCHANGE, PROJECTOR_SUM])
     count = None if tokens is None else torch.tensor([tokens])
     whole = whole_gradients(boundaries, groups, count, counters)
-    return {"whole": whole, "sent": counters[EXCHANGE].wire, "messages": counters[EXCHANGE].seen}
+    return {
+        "whole": whole,
+        "sent": counters[EXCHANGE].wire,
+        "messages": counters[EXCHANGE].seen,
+        "summed": counters[PROJECTOR_SUM].wire,
+    }
 
 
 @pytest.mark.parametrize(("tokens", "context_parallel"), [(None, False), (7, False), (None, True)])
@@ -86,6 +98,8 @@ def test_both_ends_have_the_same_whole_gradient(
             assert torch.equal(rank["whole"][number], found[0]["whole"][number])
     assert {rank["messages"] for rank in found} == {1}
     assert {rank["sent"] for rank in found} == {2 * HIDDEN * RANK * 4}
+    # A ring of two sends as many bytes as there are, of each boundary.
+    assert {rank["summed"] for rank in found} == {2 * HIDDEN * RANK * 4}
 
 
 def sums(rank: int, world_size: int) -> list[torch.Tensor]:
@@ -131,7 +145,42 @@ def disagree(rank: int, world_size: int, spoil: bool) -> str:
 
 def test_one_bit_at_one_end_fails_every_rank_by_name(run_ranks: RankRunner) -> None:
     assert run_ranks(disagree, 3, False) == [""] * 3
-    assert (
-        run_ranks(disagree, 3, True)
-        == ["boundary 2: the projector differs between ranks [1] | [2]"] * 3
-    )
+    found = run_ranks(disagree, 3, True)
+    assert found[0].startswith("boundary 2: the projector differs between ranks [1] | [2]; all")
+    assert found == [found[0]] * 3
+
+
+KINDS = (("mapl", "factorised"), ("subspace", "static"))
+
+
+def begin(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
+    """Two replicas (even and odd ranks) of two stages, on hosts that all draw something else."""
+    stage, replica = divmod(rank, 2)
+    found = []
+    for kind, anchors in KINDS:
+        settings = BoundarySettings(
+            kind=kind, hidden=HIDDEN, rank=RANK, vocab=8, anchors=anchors, seed=rank
+        )
+        # Boundary 1 in place in the first stage, boundary 2 between the two.
+        chain = Chain(settings, 2, 2 * stage, 1 + stage)
+        share_drawn([chain], replica, torch.device("cpu"))
+        found.append({name: value for name, value in chain.state_dict().items() if "_" not in name})
+    return found
+
+
+def test_hosts_that_draw_something_else_begin_with_the_same_bits(run_ranks: RankRunner) -> None:
+    """Each has what the first replica's stages drew: stage 0 all projectors, each its own bases."""
+    ranks = run_ranks(begin, 4)
+    for rank, (mapl, subspace) in enumerate(ranks):
+        stage = rank // 2
+        for name, tensor in mapl.items():
+            number = name.split(".")[1]
+            if name.endswith("projector.a"):
+                assert torch.equal(tensor, haar(HIDDEN, RANK, 0, int(number)))
+            elif name.endswith("basis"):
+                drawn = haar(HIDDEN, RANK, 2 * stage, int(number), purpose="anchor basis")
+                assert torch.equal(tensor, drawn.t())
+        assert len(mapl) == (8, 4)[stage]
+        projectors = [each for name, each in subspace.items() if name.endswith("projector.a")]
+        assert len(projectors) == (2, 1)[stage]
+        assert all(torch.equal(each, haar(HIDDEN, RANK, 0, 0)) for each in projectors)
