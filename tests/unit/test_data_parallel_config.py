@@ -90,7 +90,7 @@ def test_off_is_absent(tmp_path: Path) -> None:
     loaded = config(tmp_path, {"gradients": {"compressor": "taco"}})
     assert data_parallel_hooks(loaded, Counters([]), 1234) is None
     assert conflicts.check(loaded) == []
-    assert data_conflicts.check_size(loaded, 1) == []
+    assert data_conflicts.check_size(loaded, {"data_parallel_size": 1}) == []
 
 
 def test_expected_flows_follow_the_optimiser_and_what_is_excluded(tmp_path: Path) -> None:
@@ -328,6 +328,13 @@ def test_rounds_of_local_steps_count_from_the_start_step(tmp_path: Path) -> None
 
 def test_one_rank_has_nothing_to_compress(tmp_path: Path) -> None:
     loaded = config(tmp_path, {"mode": "on"})
-    (message,) = data_conflicts.check_size(loaded, 1)
+    sizes = {"data_parallel_size": 1, "context_parallel_size": 1}
+    (message,) = data_conflicts.check_size(loaded, sizes)
     assert message.startswith(f"{loaded.where(MODE)}: {MODE}: on with a data-parallel size of 1")
-    assert data_conflicts.check_size(loaded, 2) == []
+    (message,) = data_conflicts.check_arguments(loaded, sizes | dict(loaded.megatron))
+    assert f"{MODE}: on ({loaded.where(MODE)}) with a data-parallel size of 1" in message
+    # Megatron reduces over data x context parallel ranks.
+    for size in ("data_parallel_size", "context_parallel_size"):
+        more = sizes | {size: 2}
+        assert data_conflicts.check_size(loaded, more) == []
+        assert data_conflicts.check_arguments(loaded, more | dict(loaded.megatron)) == []
