@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_taco.config.megatron_section import whole
+from megatron_taco.config.messages import shown
 
 if TYPE_CHECKING:
     from megatron_taco.config import Config, Settings
@@ -203,12 +204,14 @@ def _reasons(config: Settings, megatron: Mapping[str, Any]) -> Iterator[tuple[st
             "layer-wise optimiser gathers weights by its own code; "
             "set megatron.use_distributed_optimizer: false, or compression off",
         )
-    if settings.gradients.two_level and not _is_on(megatron.get("use_distributed_optimizer")):
-        yield (
-            "compression.data_parallel.gradients.two_level",
-            "true has no effect without megatron.use_distributed_optimizer: true: an all-reduce "
-            "goes in one hop; set it, or leave two_level out",
-        )
+    if not _is_on(megatron.get("use_distributed_optimizer")):
+        for name in ("two_level", "ranks_per_node"):
+            if value := getattr(settings.gradients, name):
+                yield (
+                    f"compression.data_parallel.gradients.{name}",
+                    f"{shown(value)} has no effect without megatron.use_distributed_optimizer: "
+                    f"true: an all-reduce goes in one hop; set it, or leave {name} out",
+                )
     if (method := settings.gradients.method) is not None:
         found, other = f"{_METHOD}: {method}", "another compressor"
         yield from _refused(megatron, _METHOD_RULES, found, other)

@@ -198,7 +198,9 @@ class Session:
         if boundaries is not None:
             boundaries.note = self._note_angles
             self.costs.append(boundaries.cost)
-        data_parallel = data_parallel_hooks(config, self.counters, seed)
+        data_parallel = data_parallel_hooks(
+            config, self.counters, seed, distributed_optimizer=distributed_optimizer
+        )
         self.data_parallel: DataAxis | None = data_parallel
         self.axis_checks = pipeline_checks(config, totals=self.reporter.totals, stages=stages)
         self._bucket_policy: BucketPolicy | None = None
