@@ -280,7 +280,7 @@ class Session:
             listener(step)
 
     def _warnings(self) -> list[str]:
-        """What this run will not do though its configuration seems to say so."""
+        """What this run does otherwise than its configuration seems to say."""
         if self.boundaries is None or not self._knows_messages:
             return []
         from megatron.training import get_args
