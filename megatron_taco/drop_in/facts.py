@@ -14,7 +14,15 @@ from megatron_taco.patching.inspection import inspect_all
 from megatron_taco.patching.target import TRANSFORMER_ENGINE
 from megatron_taco.patching.te_targets import TE_TARGETS
 
-_FROM_MODEL_CONFIG = ("tensor_model_parallel_size", "tp_comm_overlap", "symmetric_ar_type")
+_FROM_MODEL_CONFIG = (
+    "tensor_model_parallel_size",
+    "tp_comm_overlap",
+    "symmetric_ar_type",
+    "cuda_graph_impl",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    "use_transformer_engine_op_fuser",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

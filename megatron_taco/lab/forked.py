@@ -10,13 +10,14 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final
+
+from megatron_taco.lab.places import free_port
 
 _PRELOAD: Final = (
     "torch.distributed",
@@ -69,7 +70,7 @@ class Forked:
         Returns:
             The exit codes, by rank; negative for a signal.
         """
-        port = _free_port()
+        port = free_port()
         processes = [
             self._context.Process(target=_rank, args=(rank, ranks, port, log, main, arguments))
             for rank in range(ranks)
@@ -96,12 +97,6 @@ def _wait(processes: Sequence[ForkServerProcess], timeout_s: float | None) -> No
         if None not in codes or any(codes):
             return
         time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _rank(

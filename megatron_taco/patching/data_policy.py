@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_taco.collectives import measure
-from megatron_taco.collectives.policy import Fact, Measured
+from megatron_taco.collectives.policy import Fact, Measured, Policy
 from megatron_taco.config.canonical import flatten
 from megatron_taco.config.data_parallel import DataParallel
 from megatron_taco.patching.choice import choose
@@ -40,6 +40,9 @@ class BucketPolicy:
         file: Where rank 0 keeps the policy, or None.
         say: Prints a line from rank 0.
         show: Prints a table from rank 0.
+
+    Attributes:
+        policy: What was chosen; None before ``run``.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class BucketPolicy:
         self._file = file
         self._say = say
         self._show = show
+        self.policy: Policy | None = None
 
     def run(self) -> None:
         """Choose, and mark the buckets that go plain; a collective call of all ranks."""
@@ -82,6 +86,7 @@ class BucketPolicy:
             name="data-parallel policy",
             attribute=DATA_ATTRIBUTE,
         )
+        self.policy = policy
         for bucket in own:
             bucket.plan.by_policy = not policy.compresses(*bucket.key[:2], bucket.nbytes)
         if not classes:

@@ -241,10 +241,12 @@ class Session:
         self._error_every = config.telemetry.error_every
 
     def _describe(self) -> dict[str, Any]:
-        """The resolved configuration and, under ``auto``, the policy."""
+        """The resolved configuration and, under ``auto``, the policies."""
         described: dict[str, Any] = {"configuration": yaml.safe_load(self._config.to_yaml())}
         if self.router is not None and self.router.policy is not None:
             described["policy"] = self.router.policy.to_dict()
+        if self._bucket_policy is not None and self._bucket_policy.policy is not None:
+            described["data_policy"] = self._bucket_policy.policy.to_dict()
         return described
 
     def _note_angles(self, angles: dict[str, dict[str, float]]) -> None:

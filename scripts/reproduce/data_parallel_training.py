@@ -92,25 +92,28 @@ MODELS: dict[str, list[str]] = {
 def as_rank(path: Path) -> int:
     """Run all jobs of a file in this rank, one after the other, each in a child of this process.
 
-    Megatron is imported once. Rank 0 says of each job whether there is time for it.
+    Megatron is imported once. Rank 0 says of each job whether there is time for it, and the port.
     """
     import megatron.training.training  # noqa: F401
 
+    from megatron_taco.lab.places import free_port
+
     work = json.loads(path.read_text())
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    rank = int(os.environ["RANK"])
     for number, job in enumerate(work["jobs"]):
         word = path.with_suffix(f".{number}")
         if rank == 0:
             draft = word.with_suffix(".new")
-            draft.write_text("go" if time.time() < work["until"] else "stop")
+            draft.write_text(str(free_port()) if time.time() < work["until"] else "stop")
             draft.rename(word)
         while not word.exists():
             time.sleep(0.05)
-        if word.read_text() != "go":
+        port = word.read_text()
+        if port == "stop":
             break
         child = os.fork()
         if child == 0:
-            os.environ["MASTER_PORT"] = str(port + 1 + number)
+            os.environ["MASTER_PORT"] = port
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
             code = 1
             try:
@@ -180,8 +183,12 @@ def job_of(args: argparse.Namespace, arm: str, ranks: int, seed: int) -> dict[st
     return {"name": name, "out": out, "config": str(ROOT / config), "overrides": overrides}
 
 
-def start(args: argparse.Namespace, ranks: int, jobs: list[dict[str, Any]], until: float) -> None:
-    """Run jobs in as many launches of so many ranks as go at once, as long as there is time."""
+def start(args: argparse.Namespace, ranks: int, jobs: list[dict[str, Any]], until: float) -> bool:
+    """Run jobs in as many launches of so many ranks as go at once, as long as there is time.
+
+    Returns:
+        Whether none failed.
+    """
     launches = [
         _launch(args, ranks, jobs[k :: args.at_once], until)
         for k in range(min(args.at_once, len(jobs)))
@@ -192,8 +199,7 @@ def start(args: argparse.Namespace, ranks: int, jobs: list[dict[str, Any]], unti
         for process, work in launches:
             process.terminate()  # the launcher ends its ranks
             shutil.rmtree(work, ignore_errors=True)
-    if any(codes):
-        sys.exit(f"a run failed; logs are in {args.runs}/NAME/logs")
+    return not any(codes)
 
 
 def _launch(
@@ -317,12 +323,14 @@ def main() -> int:
         missing = list(filter(is_missing, keys))
         if missing and time.time() < until:
             jobs = [job_of(args, *keys[key]) for key in missing]
-            start(args, ranks, jobs, until)
+            fine = start(args, ranks, jobs, until)
             for job in jobs:
                 record = record_of(args, job)
                 if record is not None:
                     results[job["name"]] = record
             kept.write_text(json.dumps(results))
+            if not fine:
+                sys.exit(f"a run failed; logs are in {args.runs}/NAME/logs")
         left += sum(map(is_missing, keys))
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     print(f"`python scripts/reproduce/data_parallel_training.py {' '.join(sys.argv[1:])}`")

@@ -7,7 +7,8 @@ Two (TP 2) or four (TP 2 × PP 2) NCCL ranks share the card and train on text (t
 library's sources as bytes). Every part trains the script without us, with compression, and in some
 parts with `mode: off`. Checked: each enabled role was compressed, the loss of the last steps is
 within 0.5% (boundaries, which change the model, excepted), `off` equals the script without us in
-every bit, and a resumed run equals one that was not stopped. Exit code 1 if a check fails.
+every bit, and a resumed run equals one that was not stopped. Exit code 1 if a check fails (with
+`--json`, in a list of parts, the report alone says so).
 
 Runs that are there already (`--runs`) are not repeated, so the command can be given again after a
 time limit: `--seconds` starts no run after so many. With `--cpu` a tiny model runs over gloo;

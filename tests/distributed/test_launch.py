@@ -1,5 +1,6 @@
 """A user's own script under ``megatron_taco.launch``: unedited, compressed, refused, resumed."""
 
+import json
 import os
 import re
 import shlex
@@ -166,6 +167,24 @@ def test_a_role_that_is_never_compressed_fails_the_run(
     assert "never compressed" in text
     assert "exit code 1, expected 0" in text
     assert (tmp_path / "megatron_taco_runs" / "users_script" / "config.yaml").is_file()
+
+
+def test_auto_and_a_boundary_on_a_model_that_the_script_builds(
+    run_ranks: RankRunner, tmp_path: Path
+) -> None:
+    """TP 2 × PP 2, as in examples/taco.yaml; what auto finds here does not matter."""
+    ours = ["--device", "cpu", "--run-dir", str(tmp_path / "run")]
+    ours += ["--compression.tensor_parallel.mode=auto", "--compression.tensor_parallel.min_bytes=0"]
+    pipeline = ("mode=on", "boundary=mapl", "rank=16")
+    ours += [f"--compression.pipeline_parallel.{setting}" for setting in pipeline]
+    flags = [*FLAGS, *TP2_PP2, "--train-iters", "3"]
+    run_ranks(launch, 4, [*ours, SCRIPT, *flags], init=False, timeout=120, cwd=tmp_path)
+    policy = json.loads((tmp_path / "run" / "policy.json").read_text())
+    assert {measured["role"] for measured in policy["measured"]} == {"tp.forward", "tp.backward"}
+    flows = metrics(tmp_path)[-1]["flows"]
+    for role in ("pp.forward", "pp.backward"):
+        (flow,) = (flow for name, flow in flows.items() if name.startswith(role))
+        assert flow["compressed"] == flow["calls"] > 0
 
 
 def test_the_data_parallel_axis_of_a_users_script(run_ranks: RankRunner, tmp_path: Path) -> None:

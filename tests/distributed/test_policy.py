@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.distributed.test_contracts import output_of_failure, unhook_mappings
 from tests.distributed.training import OFF, SP, losses, metrics, train, write_config
@@ -18,6 +19,7 @@ from tests.ranks import RankRunner
 
 TP2 = "megatron.tensor_model_parallel_size=2"
 AUTO = "compression.tensor_parallel.mode=auto"
+BOARD = "telemetry.tensorboard=true"
 MESSAGE = 64 * 2 * 64  # sequence, micro-batch, hidden size of the tiny configuration
 
 
@@ -74,6 +76,16 @@ def kept_policy(model: Any) -> Any:
     return get_args().megatron_taco_policy
 
 
+def attached(run: Path, name: str) -> Any:
+    """What TensorBoard got of that name."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    (text,) = events.Tensors(f"megatron_taco/{name}/text_summary")
+    return yaml.safe_load(text.tensor_proto.string_val[0].decode().strip("`").removeprefix("yaml"))
+
+
 def text_of(path: Path) -> str:
     return " ".join(path.read_text().split())
 
@@ -87,9 +99,10 @@ def test_a_policy_is_measured_kept_and_used_again(run_ranks: RankRunner, tmp_pat
     wins = {"plain": 4.0, "compressed": 1.5}
     start = partial(before_run, tmp_path, "first", wins, True)
     policies = run_ranks(
-        train, 2, config, [TP2, *auto, *save], start, kept_policy, init=False, timeout=120
+        train, 2, config, [TP2, BOARD, *auto, *save], start, kept_policy, init=False, timeout=120
     )
     assert policies[0] == policies[1]
+    assert attached(tmp_path / "run", "policy") == policies[0]
     kept = json.loads((tmp_path / "run" / "policy.json").read_text())
     assert kept == policies[0]
     assert {(m["role"], m["collective"]) for m in kept["measured"]} == {
@@ -319,10 +332,11 @@ def test_buckets_by_policy(run_ranks: RankRunner, tmp_path: Path) -> None:
     save = [f"megatron.save={tmp_path / 'saved'}", "megatron.save_interval=2"]
     times = {"reduce_scatter": 1.5, "all_gather": 2.5}  # on the slower replica 3 and 5, of 4
     policies = run_ranks(
-        train, 4, config, [*auto, *save], partial(time_buckets, times, True), kept_data_policy,
-        init=False, timeout=200,
+        train, 4, config, [*auto, *save, BOARD], partial(time_buckets, times, True),
+        kept_data_policy, init=False, timeout=200,
     )  # fmt: skip
     assert all(policy == policies[0] for policy in policies)
+    assert attached(tmp_path / "run", "data_policy") == policies[0]
     kept = json.loads((tmp_path / "run" / "data-policy.json").read_text())
     assert kept == policies[0]
     assert not (tmp_path / "run" / "policy.json").exists()

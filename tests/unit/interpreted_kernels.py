@@ -35,7 +35,8 @@ INTEGERS = (
 def arms(blocks: int) -> list[tuple[ScaledBlocks, torch.dtype, int]]:
     """Every format and scale with every dtype, and integers of blocks not transformed as a whole.
 
-    Blocks, rotations and odd sizes take turns.
+    Blocks, rotations and odd sizes take turns. TACO as it comes and SDP4Bit's gradients as a
+    trainer has them, in whole blocks, are the first and the seventh.
 
     Each is a compressor, a dtype and a number of elements, of about ``blocks`` blocks.
     """
@@ -49,6 +50,8 @@ def arms(blocks: int) -> list[tuple[ScaledBlocks, torch.dtype, int]]:
     for k, code in enumerate(INTEGERS):
         numel = max(blocks * 256 // code.block, 2) * code.block + SHIFTS[k % 3]
         found.append((code, DTYPES[k % 3 - 1], numel))
+    found.insert(0, (Taco(), torch.bfloat16, max(blocks, 4) * 256))
+    found.insert(6, (INTEGERS[0], torch.float32, max(blocks, 4) * 256))
     return found
 
 

@@ -153,3 +153,23 @@ def test_a_scripts_flags_are_refused_by_their_own_names() -> None:
     assert conflicts.check_arguments(off, {"tp_comm_overlap": True}) == []
     (message,) = conflicts.check_arguments(settings, {})
     assert "nothing to compress" in message
+
+
+def test_a_model_configuration_says_what_loops_over_megatron_core_do() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_taco.drop_in.facts import facts_of_model
+
+    model_config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, tensor_model_parallel_size=2
+    )
+    assert conflicts.refusals(facts_of_model(model_config, "rope", None).arguments) == []
+    model_config.cuda_graph_impl = "local"
+    model_config.use_transformer_engine_op_fuser = True
+    model_config.tp_comm_overlap = True
+    found = conflicts.refusals(facts_of_model(model_config, "rope", None).arguments)
+    assert {refusal.key for refusal in found} == {
+        "cuda_graph_impl",
+        "use_transformer_engine_op_fuser",
+        "tp_comm_overlap",
+    }

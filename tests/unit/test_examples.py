@@ -86,6 +86,11 @@ def test_megatron_takes_the_flags_and_we_the_settings() -> None:
         args = parser.parse_args(file.read_text().split())  # raises on a flag that there is not
         assert args.tensor_model_parallel_size == 2
         assert args.transformer_impl == "local"
+        # What needs Apex's extensions, and is on unless one says otherwise.
+        assert not args.masked_softmax_fusion
+        assert not args.gradient_accumulation_fusion
+        assert args.no_persist_layer_norm
+        assert not args.apply_rope_fusion
     for file in sorted(EXAMPLES.glob("*.yaml")):
         assert load_settings(file).compression.tensor_parallel.enabled
 

@@ -26,10 +26,13 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
-@pytest.mark.parametrize("share", ["0/13", "6/13", "10/13"])
+@pytest.mark.parametrize("share", ["0/13", "6/13", "any"])
 def test_kernels_give_the_bytes_of_torch(share: str) -> None:
+    """Two shares have what trainers use, the third is another each time."""
     script = str(ROOT / "tests" / "unit" / "interpreted_kernels.py")
-    run = python(script, str(time.time_ns() % 10**6), share, TRITON_INTERPRET="1")
+    seed = time.time_ns() % 10**6
+    share = share.replace("any", f"{seed % 13}/13")
+    run = python(script, str(seed), share, TRITON_INTERPRET="1")
     assert run.returncode == 0, run.stdout + run.stderr
     assert re.search(r"^[45] arms checked, 0 differ$", run.stdout, re.MULTILINE), run.stdout
 

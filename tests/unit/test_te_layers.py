@@ -68,6 +68,7 @@ def test_only_attention_and_norms_are_transformer_engines(
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from megatron_taco.training import model
     from megatron_taco.training.model import layer_spec
 
     config = TransformerConfig(
@@ -77,7 +78,12 @@ def test_only_attention_and_norms_are_transformer_engines(
         with pytest.raises(ConfigError, match="te_block_spec: Transformer Engine is not installed"):
             layer_spec(config, "te")
     monkeypatch.setattr(transformer_engine, "HAVE_TE", True)
+    monkeypatch.setattr(model, "get_num_layers_to_build", lambda *_: 2)  # asks for process groups
+    block: Any = model.te_block_spec(SimpleNamespace(transformer=config))
+    assert block.layer_norm is transformer_engine.TENorm
+    assert len(block.layer_specs) == 2
     layer: Any = layer_spec(config, "te").submodules
+    assert str(block.layer_specs[1].submodules) == str(layer)
     attention = layer.self_attention.submodules
     norms = [layer.input_layernorm, layer.pre_mlp_layernorm]
     norms += [attention.q_layernorm, attention.k_layernorm] if qk_norm else []
