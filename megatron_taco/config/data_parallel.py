@@ -238,8 +238,8 @@ class DataParallel(Section):
             buckets before the first step and compresses where that is faster.
         gradients: How gradients are reduced.
         weights: How weights are gathered.
-        exclude: Kinds of parameters that go exactly, in the same messages; norms and biases
-            always do.
+        exclude: Kinds of parameters that go exactly, in the same messages, or beside a method with
+            memory in one of their own; norms and biases always do.
         min_bytes: Buckets smaller than this go plain, in bytes.
         start_step: Iterations that go plain first.
     """

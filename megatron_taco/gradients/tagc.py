@@ -1,7 +1,7 @@
 """TAGC: selective sparsification, summed without loss (arXiv 2504.05638).
 
-Tensors that are chosen by name (in a transformer: the layers' matrices) are sparsified with a
-residual, the others go exactly. For a chosen tensor on each rank
+The matrices of a transformer's layers, told by name, are sparsified with a residual, the others go
+exactly. For a chosen tensor on each rank
 
     a  = g + e
     t  = the smallest threshold of a fixed table with no more than ratio n values above it
@@ -15,7 +15,7 @@ for the others an exact all-reduce. State: e (local).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -28,7 +28,7 @@ from megatron_taco.gradients.method import GradientMethod
 
 STEPS_PER_OCTAVE = 8
 TABLE_BITS = 7
-TRANSFORMER_MATRICES = ("*.layers.*.weight",)
+SELECTED = "*.layers.*.weight"
 
 
 def table_threshold(magnitudes: Tensor, ratio: float) -> Tensor:
@@ -59,7 +59,6 @@ class TAGC(GradientMethod):
         group: ProcessGroup,
         *,
         ratio: float = 0.05,
-        selected: Sequence[str] = TRANSFORMER_MATRICES,
         packing: Packing = "sketch",
         start_step: int = 0,
     ) -> None:
@@ -68,7 +67,6 @@ class TAGC(GradientMethod):
         Args:
             group: The data-parallel group.
             ratio: Most values of a tensor that are sent, as a share in (0, 1).
-            selected: Patterns of names (``*`` and ``?``) of the tensors to sparsify.
             packing: How the sparse values are summed: ``sketch`` or ``union``.
             start_step: First step that is compressed.
 
@@ -81,14 +79,10 @@ class TAGC(GradientMethod):
         if packing not in PACKINGS:
             raise ValueError(f"tagc: packing is {packing!r}, allowed are sketch, union")
         self.ratio = ratio
-        self.selected = tuple(selected)
         self.packing: Packing = packing
 
-    def _is_selected(self, name: str, tensor: Tensor) -> bool:
-        return tensor.numel() > 0 and any(fnmatchcase(name, p) for p in self.selected)
-
     def _reduce(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        chosen = {name: t for name, t in tensors.items() if self._is_selected(name, t)}
+        chosen = {n: t for n, t in tensors.items() if t.numel() and fnmatchcase(n, SELECTED)}
         self._average({name: t for name, t in tensors.items() if name not in chosen})
         sent = []
         for name, tensor in chosen.items():

@@ -92,7 +92,12 @@ def flows(configs: Mapping[str, Config]) -> list[Flow]:
 
 
 def _hooks(config: Config, counters: Counters, seed: int) -> DataParallelHooks:
-    hooks = data_parallel_hooks(config, counters, seed)
+    hooks = data_parallel_hooks(
+        config,
+        counters,
+        seed,
+        distributed_optimizer=config.megatron.get("use_distributed_optimizer") is True,
+    )
     if hooks is None:
         raise RuntimeError("an arm of the data axis has compression.data_parallel.mode: off")
     return hooks

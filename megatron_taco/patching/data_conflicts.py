@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_taco.config.megatron_section import whole
+from megatron_taco.config.messages import shown
 
 if TYPE_CHECKING:
     from megatron_taco.config import Config, Settings
 
 _MODE = "compression.data_parallel.mode"
 _WEIGHTS = "compression.data_parallel.weights.compressor"
+_ALONE = (
+    "with a data-parallel size of 1 (and no context parallelism): there is nothing to compress; "
+    "start more ranks, or set mode: off"
+)
 
 
 @dataclass(frozen=True)
@@ -167,12 +172,20 @@ def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[st
     if not parallel.enabled:
         return []
     found = [_in_flags(f"{key}: {text}") for key, text in _reasons(settings, arguments)]
-    if arguments.get("data_parallel_size") == 1:
-        found.append(
-            f"{_MODE}: {parallel.mode} ({settings.where(_MODE)}) with a data-parallel size of 1: "
-            "there is nothing to compress; start more ranks, or set mode: off"
-        )
+    if replicas(arguments) == 1:
+        found.append(f"{_MODE}: {parallel.mode} ({settings.where(_MODE)}) {_ALONE}")
     return found
+
+
+def replicas(arguments: Mapping[str, Any]) -> int | None:
+    """Return how many ranks gradients are reduced over; None if the size is not known yet.
+
+    Args:
+        arguments: Megatron's validated arguments by their own names. Context-parallel ranks hold
+            the same weights, and Megatron reduces over data x context parallel.
+    """
+    data = whole(arguments.get("data_parallel_size"))
+    return None if data is None else data * (whole(arguments.get("context_parallel_size")) or 1)
 
 
 def _in_flags(text: str) -> str:
@@ -191,12 +204,14 @@ def _reasons(config: Settings, megatron: Mapping[str, Any]) -> Iterator[tuple[st
             "layer-wise optimiser gathers weights by its own code; "
             "set megatron.use_distributed_optimizer: false, or compression off",
         )
-    if settings.gradients.two_level and not _is_on(megatron.get("use_distributed_optimizer")):
-        yield (
-            "compression.data_parallel.gradients.two_level",
-            "true has no effect without megatron.use_distributed_optimizer: true: an all-reduce "
-            "goes in one hop; set it, or leave two_level out",
-        )
+    if not _is_on(megatron.get("use_distributed_optimizer")):
+        for name in ("two_level", "ranks_per_node"):
+            if value := getattr(settings.gradients, name):
+                yield (
+                    f"compression.data_parallel.gradients.{name}",
+                    f"{shown(value)} has no effect without megatron.use_distributed_optimizer: "
+                    f"true: an all-reduce goes in one hop; set it, or leave {name} out",
+                )
     if (method := settings.gradients.method) is not None:
         found, other = f"{_METHOD}: {method}", "another compressor"
         yield from _refused(megatron, _METHOD_RULES, found, other)
@@ -259,17 +274,14 @@ def _refused(
             )
 
 
-def check_size(config: Config, data_parallel_size: int) -> list[str]:
-    """Return why a run of this many data-parallel ranks has nothing to compress, or nothing.
+def check_size(config: Config, arguments: Mapping[str, Any]) -> list[str]:
+    """Return why a run on this many ranks has nothing to compress; empty if it has.
 
     Args:
         config: A loaded configuration.
-        data_parallel_size: As Megatron works it out from the number of ranks.
+        arguments: As for :func:`replicas`.
     """
     settings = config.compression.data_parallel
-    if not settings.enabled or data_parallel_size > 1:
+    if not settings.enabled or replicas(arguments) != 1:
         return []
-    return [
-        f"{config.where(_MODE)}: {_MODE}: {settings.mode} with a data-parallel size of "
-        f"{data_parallel_size}: there is nothing to compress; start more ranks, or set mode: off"
-    ]
+    return [f"{config.where(_MODE)}: {_MODE}: {settings.mode} {_ALONE}"]

@@ -7,7 +7,9 @@ an attribute of Megatron's arguments which method it was, over how many ranks. A
 memory loads without us.
 
 Loading: before the first step, after Megatron has loaded its own. Residuals belong to one rank's
-data, so another data-parallel size is refused, as are other buckets.
+data, so memory that holds some is refused at another size. What all data-parallel ranks share is
+taken over at another data-parallel size, if the buckets are the same; a method that keeps nothing
+has nothing to refuse.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ _PARTS = ("local", "shared")
 
 Entry = tuple[str, str, str]
 """Bucket, ``local`` or ``shared``, name."""
+Manifest = dict[Entry, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of all that a tensor- and pipeline-parallel rank keeps."""
 Hit = Callable[[], None]
 
 
@@ -97,7 +101,7 @@ class GradientMemory:
         return self._all().methods
 
     def _sharded(self) -> dict[str, Any]:
-        manifest: dict[Entry, tuple[tuple[int, ...], torch.dtype]] = {}
+        manifest: Manifest = {}
         state: dict[str, Any] = {}
         for bucket in self._methods():
             found = self._all().state_of(bucket)
@@ -106,7 +110,7 @@ class GradientMemory:
                     entry = (bucket, part, name)
                     manifest[entry] = (tuple(tensor.shape), tensor.dtype)
                     state[_path(entry)] = _sharded_tensor(entry, tensor)
-        state["manifest"] = _sharded_manifest(manifest)
+        state["manifest"] = _sharded_manifest(manifest, _place(), _data_rank())
         return state
 
     def resume(self, args: argparse.Namespace) -> None:
@@ -125,37 +129,56 @@ class GradientMemory:
         if args.no_load_optim:
             remark = "no_load_optim"
         if remark is None:
-            remark = self._remark(folder)
+            found, remark = self._found(folder)
         if remark is not None:
             self._say(f"{self._method} starts without memory: {remark}")
             return
-        self._load(folder)
+        manifest = self._fitting(found["ranks"], folder)
+        if manifest is not None:
+            self._load(manifest, folder)
 
-    def _remark(self, folder: str) -> str | None:
-        """Why the checkpoint's memory is not used; or None, and then the sizes are this run's."""
+    def _found(self, folder: str) -> tuple[dict[str, Any], str | None]:
+        """What the checkpoint's memory is of, and why it is not used, if it is not."""
         said: list[Any] = [None]
         if dist.get_rank() == 0:
-            found, why = stored_policy.read_attribute(folder, ATTRIBUTE)
-            said = [(found, why)]
+            said = [stored_policy.read_attribute(folder, ATTRIBUTE)]
         dist.broadcast_object_list(said, src=0, device=current_device())
         found, why = said[0]
         if found is None:
-            return str(why)
+            return {}, str(why)
         if found["method"] != self._method:
-            return f"the checkpoint's is of {found['method']}"
-        if found["ranks"] != _sizes():
+            return {}, f"the checkpoint's is of {found['method']}"
+        return dict(found), None
+
+    def _fitting(self, saved: dict[str, int], folder: str) -> Manifest | None:
+        """What to load of memory that was saved at these sizes; None if no rank kept anything."""
+        here = _sizes()
+        if saved == here:
+            return self._manifests([_place()], _data_rank(), folder)[_place()]
+        manifests = self._manifests(_places(saved), dist.get_rank(), folder)
+        parts = {part for manifest in manifests.values() for _, part, _ in manifest}
+        if not parts:
+            return None
+        why = None
+        if "local" in parts:
+            why = "residuals belong to one rank's data and cannot be spread anew"
+        elif any(saved[axis] != here[axis] for axis in ("tensor", "pipeline")):
+            why = "it is of the part of the model that a rank holds"
+        if why is not None:
             raise PatchError(
                 f"{SECTION}.compressor: {self._method}: the memory in {folder} is of "
-                f"{_shown(found['ranks'])} and this run has {_shown(_sizes())}: residuals belong "
-                f"to one rank's data and cannot be spread anew; resume at the same sizes, {_FRESH}"
+                f"{_shown(saved)} and this run has {_shown(here)}: {why}; resume at the same "
+                f"sizes, {_FRESH}"
             )
-        return None
+        return manifests[_place()]
 
-    def _load(self, folder: str) -> None:
-        from megatron.core import dist_checkpointing
+    @staticmethod
+    def _manifests(places: list[str], replica: int, folder: str) -> dict[str, Manifest]:
+        wanted = {place: _sharded_manifest(None, place, replica) for place in places}
+        found = _read(wanted, folder)
+        return {place: found[place] for place in places}
 
-        loaded = dist_checkpointing.load({"manifest": _sharded_manifest(None)}, folder)
-        manifest: dict[Entry, tuple[tuple[int, ...], torch.dtype]] = loaded["manifest"]
+    def _load(self, manifest: Manifest, folder: str) -> None:
         self._make_methods()
         self._refuse_other_buckets({entry[0] for entry in manifest}, folder)
         wanted = {
@@ -164,7 +187,7 @@ class GradientMemory:
             )
             for entry, (shape, dtype) in manifest.items()
         }
-        tensors = dist_checkpointing.load(wanted, folder)
+        tensors = _read(wanted, folder)
         for bucket, method in self._methods().items():
             state = method.state_dict()
             for part in _PARTS:
@@ -213,7 +236,15 @@ def _shown(sizes: dict[str, int]) -> str:
 def _place() -> str:
     from megatron.core import parallel_state as mpu
 
-    tensor, pipeline = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
+    return _key(mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank())
+
+
+def _places(sizes: dict[str, int]) -> list[str]:
+    pipeline = range(sizes["pipeline"])
+    return [_key(t, p) for t in range(sizes["tensor"]) for p in pipeline]
+
+
+def _key(tensor: int, pipeline: int) -> str:
     return f"{KEY}.tensor{tensor}.pipeline{pipeline}"
 
 
@@ -237,7 +268,13 @@ def _sharded_tensor(entry: Entry, tensor: Tensor) -> Any:
     return ShardedTensor.from_rank_offsets(key, tensor, place, prepend_axis_num=1)
 
 
-def _sharded_manifest(manifest: Any) -> Any:
+def _sharded_manifest(manifest: Manifest | None, place: str, replica: int) -> Any:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    return ShardedObject(f"{_place()}.manifest", manifest, (1,), (0,), replica_id=_data_rank())
+    return ShardedObject(f"{place}.manifest", manifest, (1,), (0,), replica_id=replica)
+
+
+def _read(wanted: dict[str, Any], folder: str) -> Any:
+    from megatron.core import dist_checkpointing
+
+    return dist_checkpointing.load(wanted, folder)

@@ -16,7 +16,7 @@ from megatron_taco.telemetry.counters import Counters, Flow, FlowTotal
 
 
 def data_parallel_hooks(
-    config: Settings, counters: Counters, seed: int
+    config: Settings, counters: Counters, seed: int, *, distributed_optimizer: bool
 ) -> DataParallelHooks | None:
     """Return the hooks of the data-parallel axis, or None if it is off.
 
@@ -24,6 +24,7 @@ def data_parallel_hooks(
         config: The run's configuration.
         counters: Of the run, with this axis's flows.
         seed: Of the run; random rounding is keyed by it.
+        distributed_optimizer: Whether gradients are reduce-scattered; only then in two hops.
     """
     settings = config.compression.data_parallel
     if not settings.enabled:
@@ -47,7 +48,7 @@ def data_parallel_hooks(
     name, arguments = settings.gradients.build()
     if settings.gradients.rounds is not None:  # rounds count from there
         arguments |= {"start_step": settings.start_step}
-    inside = settings.gradients.inside_node()
+    inside = settings.gradients.inside_node() if distributed_optimizer else None
     by_method = settings.gradients.method is not None
     return DataParallelHooks(
         gradients=stream(GRADIENTS, settings.gradients),

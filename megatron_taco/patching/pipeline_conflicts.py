@@ -7,8 +7,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_taco.config.gradient_methods import SPARSELOCO
 from megatron_taco.config.megatron_section import whole
-from megatron_taco.config.pipeline_parallel import SUBSPACE
+from megatron_taco.config.pipeline_parallel import LEARNED, SUBSPACE
 from megatron_taco.patching import subspace_conflicts
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _SECTION = "compression.pipeline_parallel"
 _DEPTHS = f"{_SECTION}.after_layers"
 _FORWARD = f"{_SECTION}.quantizer.forward"
+_METHOD = "compression.data_parallel.gradients.compressor"
 _TAH_TILE = 64
 _GRAPHS = "a captured graph freezes which boundary's message is sent and which token ids it has"
 _FSDP = "its parameters and optimisers are other code, which no target of ours reaches"
@@ -113,15 +115,42 @@ def check_arguments(settings: Settings, arguments: Mapping[str, Any]) -> list[st
 
 
 def notes(settings: Settings, train_iters: int | None) -> list[str]:
-    """Return what a run will not do though the file seems to say so, one line each.
+    """Return what a run does otherwise than the file seems to say, one line each.
 
     Args:
         settings: The configuration.
         train_iters: Steps of the run, if known.
     """
     parallel = settings.compression.pipeline_parallel
-    forward = parallel.quantizer.forward
-    if not parallel.enabled or forward.kind != "rvq" or train_iters is None:
+    if not parallel.enabled:
+        return []
+    return _sums_of_local_steps(settings) + _never_quantised(settings, train_iters)
+
+
+def _sums_of_local_steps(settings: Settings) -> list[str]:
+    parallel = settings.compression.pipeline_parallel
+    if not _steps_apart(settings):
+        return []
+    sums = ["gradients of projectors"] if parallel.boundary in LEARNED else []
+    sums += ["statistics of codebooks"] if parallel.quantizer.forward.kind == "rvq" else []
+    if not sums:
+        return []
+    return [
+        f"{settings.where(_METHOD)}: {_METHOD}: {SPARSELOCO} with {_SECTION}.boundary: "
+        f"{parallel.boundary}: {' and '.join(sums)} are summed over all replicas in every step, "
+        "local ones too, on the link that local steps are to spare; boundary: fixed with another "
+        "quantizer than rvq has no such sums"
+    ]
+
+
+def _steps_apart(settings: Settings) -> bool:
+    parallel = settings.compression.data_parallel
+    return parallel.enabled and parallel.gradients.rounds is not None
+
+
+def _never_quantised(settings: Settings, train_iters: int | None) -> list[str]:
+    forward = settings.compression.pipeline_parallel.quantizer.forward
+    if forward.kind != "rvq" or train_iters is None:
         return []
     warmup = _rvq(forward.options()).warmup_steps
     if warmup < train_iters:
@@ -167,6 +196,13 @@ def _problems(config: Settings, megatron: Mapping[str, Any]) -> Iterator[tuple[s
     if hidden is not None:
         yield from _sizes(config, hidden)
     if settings.boundary == SUBSPACE:
+        if _steps_apart(config):
+            yield (
+                _METHOD,
+                f"{SPARSELOCO} does not go with {_SECTION}.boundary: {SUBSPACE}: the sparse values "
+                "that are exchanged take weights out of the subspace; choose another compressor, "
+                "or another boundary",
+            )
         for name, text in subspace_conflicts.problems(megatron):
             yield f"megatron.{name}", text
 

@@ -201,7 +201,9 @@ class Session:
         if boundaries is not None:
             boundaries.note = self._note_angles
             self.costs.append(boundaries.cost)
-        data_parallel = data_parallel_hooks(config, self.counters, seed)
+        data_parallel = data_parallel_hooks(
+            config, self.counters, seed, distributed_optimizer=distributed_optimizer
+        )
         self.data_parallel: DataAxis | None = data_parallel
         self.axis_checks: list[StepCheck] = [
             *pipeline_checks(
@@ -292,7 +294,7 @@ class Session:
             listener(step)
 
     def _warnings(self) -> list[str]:
-        """What this run will not do though its configuration seems to say so."""
+        """What this run does otherwise than its configuration seems to say."""
         if self.boundaries is None or not self._knows_messages:
             return []
         from megatron.training import get_args

@@ -163,7 +163,7 @@ class _Run:
 
         args = megatron_args.parse(self.config, device=device, embedded=self._embedded_data())
         self._refuse_conflicts(args)
-        if alone := data_conflicts.check_size(self.config, args.data_parallel_size):
+        if alone := data_conflicts.check_size(self.config, vars(args)):
             raise ConfigError(alone)
         problems = data_checks.check(self.config, args)
         if problems:

@@ -60,6 +60,12 @@ ARMS: dict[str, dict[str, Any]] = {
         "local_steps": 10,
         "ratio": 0.25,
     },
+    "SparseLoCo, 10 local steps, all values, 8 bits": {
+        "compressor": "sparseloco",
+        "local_steps": 10,
+        "ratio": 1,
+        "bits": 8,
+    },
 }
 HIDDEN, LAYERS, VOCABULARY = 256, 4, 512
 REPETITIONS = 5
@@ -211,7 +217,7 @@ def table(results: dict[str, Any]) -> list[str]:
             row += ["-"] * 3
         else:
             ratio = run["wire"] / run["raw"] if run["raw"] else 1.0
-            change = "" if name == PLAIN else f" ({run['loss'] / plain['loss'] - 1:+.2%})"
+            change = "" if plain in (None, run) else f" ({run['loss'] / plain['loss'] - 1:+.2%})"
             row += [f"{ratio:.3f}", f"{run['loss']:.4f}{change}", f"{run['validation']:.4f}"]
         for rate in rates:
             link = results["links"][rate].get(name)

@@ -66,7 +66,8 @@ def test_sdp4bit_replicas_overlap_buckets_resume_and_bytes(
 ) -> None:
     """Distributed optimiser: overlap and stopping change no bit, bucket sizes little.
 
-    Rounding is stochastic, which must not depend on what is done when.
+    Rounding is stochastic, which must not depend on what is done when. A checkpoint of two ranks
+    goes on with four.
     """
     config = write_config(tmp_path)
     short = f"megatron.train_iters={STEPS}"
@@ -82,9 +83,15 @@ def test_sdp4bit_replicas_overlap_buckets_resume_and_bytes(
     save = (f"megatron.save={folder}", "megatron.save_interval=2", "megatron.exit_interval=2")
     arguments = [*one, *save, "run.name=parts"]
     run_ranks(train, 2, config, arguments, init=False, timeout=150)
-    resumed = run(run_ranks, 2, config, "parts", *one, f"megatron.load={folder}")
+    load = f"megatron.load={folder}"
+    resumed = run(run_ranks, 2, config, "parts", *one, load)
     assert losses(tmp_path, "parts") == losses(tmp_path, "plain")
     assert resumed == plain
+    # Megatron spreads masters and moments anew over four ranks, whose batches are other parts.
+    run(run_ranks, 4, config, "four", *one, load)
+    four = losses(tmp_path, "four")
+    assert set(four) == {3, 4}
+    assert near(four, {step: losses(tmp_path, "plain")[step] for step in four}, 0.005)
 
     small = run(run_ranks, 2, config, "small", *on, *OVERLAP_BOTH, "megatron.ddp_bucket_size=5000")
     assert small != plain
@@ -114,7 +121,7 @@ def test_sdp4bit_replicas_overlap_buckets_resume_and_bytes(
 def test_four_ranks_all_reduce_with_average_and_bf16(run_ranks: RankRunner, tmp_path: Path) -> None:
     """Without the distributed optimiser: two-shot, small buckets, excluded kinds, BF16 sums.
 
-    With it, and two nodes of two ranks: two hops.
+    Resumed to the bit. With it, and two nodes of two ranks: two hops.
     """
     config = write_config(tmp_path)
     base = (
@@ -125,14 +132,20 @@ def test_four_ranks_all_reduce_with_average_and_bf16(run_ranks: RankRunner, tmp_
         "megatron.ddp_bucket_size=5000",
     )
     run(run_ranks, 4, config, "off", OFF, *base)
-    run(
-        run_ranks, 4, config, "on", *ON, *base,
+    taco = (
+        *ON, *base, "telemetry.error_every=1",
         f"{DP}.gradients.compressor=taco", f"{DP}.exclude=[embedding]", f"{DP}.start_step=2",
     )  # fmt: skip
+    folder = tmp_path / "saved"
+    save = (f"megatron.save={folder}", "megatron.save_interval=3")
+    load = (f"megatron.load={folder}", "megatron.ckpt_step=3")
+    whole = run(run_ranks, 4, config, "on", *taco, *save)
+    assert run(run_ranks, 4, config, "resumed", *taco, *load) == whole
     found, reference = losses(tmp_path, "on"), losses(tmp_path, "off")
     assert near(found, reference, 0.01)
     assert [found[step] for step in (1, 2)] == [reference[step] for step in (1, 2)]
     assert found[4] != reference[4]
+    assert losses(tmp_path, "resumed") == {4: found[4]}
     counted = flows(tmp_path, "on")
     embedding = counted["dp.gradients.embedding all_reduce"]
     assert embedding["compressed"] == 0
@@ -149,7 +162,7 @@ def test_four_ranks_all_reduce_with_average_and_bf16(run_ranks: RankRunner, tmp_
     assert between["wire_bytes"] < 0.14 * between["raw_bytes"]
     attention = counted["dp.gradients.attention all_reduce"]
     assert attention["compressed"] == attention["calls"] // 2
-    assert attention["error"] is None or attention["error"] < 0.03
+    assert 0.01 < attention["error"] < 0.03
 
 
 def test_one_rank_is_refused_by_name(run_ranks: RankRunner, tmp_path: Path) -> None:

@@ -50,6 +50,20 @@ def save_half(run_ranks: RankRunner, ranks: int, config: str, folder: Path, *com
     run_ranks(train, ranks, config, arguments, init=False, timeout=150)
 
 
+def saving(folder: Path) -> tuple[str, ...]:
+    """A whole run that leaves a checkpoint of its half as well."""
+    return (f"megatron.save={folder}", "megatron.save_interval=2")
+
+
+def loading(folder: Path) -> tuple[str, ...]:
+    return (f"megatron.load={folder}", "megatron.ckpt_step=2")
+
+
+def last_steps(found: dict[int, float]) -> dict[int, float]:
+    """The losses after the checkpoint."""
+    return {step: loss for step, loss in found.items() if step > 2}
+
+
 @pytest.mark.parametrize("name", ["powersgd", "cd_adam"])
 def test_resuming_changes_no_bit(run_ranks: RankRunner, tmp_path: Path, name: str) -> None:
     """Memory by parameter and by bucket, of one rank and of all; several buckets, overlap."""
@@ -88,21 +102,44 @@ def test_resuming_changes_no_bit(run_ranks: RankRunner, tmp_path: Path, name: st
         assert message in " ".join(str(caught.value).split())
 
 
-def test_methods_follow_the_uncompressed_run(run_ranks: RankRunner, tmp_path: Path) -> None:
-    """Homomorphic sums are lossless; sparse ones lag by what their residuals still hold."""
+@pytest.fixture(scope="module")
+def reference(run_ranks: RankRunner, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of the uncompressed run."""
+    folder = tmp_path_factory.mktemp("reference")
+    run(run_ranks, 2, write_config(folder), "off", OFF, f"megatron.train_iters={STEPS}")
+    return losses(folder, "off")
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"), [("homomorphic", 1e-3), ("topk", 0.12), ("tagc", 0.12), ("pactrain", 0.1)]
+)
+def test_follows_the_uncompressed_run_and_resumes(
+    run_ranks: RankRunner, tmp_path: Path, reference: dict[int, float], name: str, bound: float
+) -> None:
+    """Homomorphic sums are lossless; sparse ones lag by what their residuals still hold.
+
+    Without residuals a checkpoint goes on at another size as well.
+    """
     config = write_config(tmp_path)
-    run(run_ranks, 2, config, "off", OFF, f"megatron.train_iters={STEPS}")
-    reference = losses(tmp_path, "off")
-    for name, bound in (("homomorphic", 1e-3), ("topk", 0.12), ("tagc", 0.12)):
-        run(run_ranks, 2, config, name, *method(name))
-        assert near(losses(tmp_path, name), reference, bound), name
-        sent = flows(tmp_path, name)[f"dp.gradients.{name} all_reduce"]
-        assert sent["compressed"] == sent["calls"] == STEPS * 2
-        assert (sent["wire_bytes"] < 0.5 * sent["raw_bytes"]) is (name != "homomorphic")
+    arm, load = method(name), loading(tmp_path / "saved")
+    whole = run(run_ranks, 2, config, "whole", *arm, *saving(tmp_path / "saved"))
+    found = losses(tmp_path, "whole")
+    assert near(found, reference, bound)
+    sent = flows(tmp_path, "whole")[f"dp.gradients.{name} all_reduce"]
+    assert sent["compressed"] == sent["calls"] == STEPS * 2
+    assert (sent["wire_bytes"] < 0.5 * sent["raw_bytes"]) is (name != "homomorphic")
+    assert run(run_ranks, 2, config, "resumed", *arm, *load) == whole
+    assert losses(tmp_path, "resumed") == last_steps(found)
+    if name in ("homomorphic", "pactrain"):
+        run(run_ranks, 4, config, "four", *arm, *load)
+        assert near(losses(tmp_path, "four"), last_steps(reference), bound)
 
 
 def test_average_in_bf16_with_tensor_parallelism(run_ranks: RankRunner, tmp_path: Path) -> None:
-    """TP 2 x DP 2, BF16 sums averaged in the collective, and a plain step first."""
+    """TP 2 x DP 2, BF16 sums averaged in the collective, and a plain step first.
+
+    What the ranks share is of the TP rank's parameters, so it is refused at another TP size.
+    """
     config = write_config(tmp_path)
     base = (
         "megatron.tensor_model_parallel_size=2",
@@ -111,7 +148,8 @@ def test_average_in_bf16_with_tensor_parallelism(run_ranks: RankRunner, tmp_path
         f"megatron.train_iters={STEPS}",
     )
     run_ranks(train, 4, config, [OFF, *base, "run.name=off"], init=False, timeout=200)
-    arguments = [*method("pactrain"), *base, f"{DP}.start_step=1", "run.name=on"]
+    pactrain = (*method("pactrain"), *base, f"{DP}.start_step=1")
+    arguments = [*pactrain, *saving(tmp_path / "saved"), "run.name=on"]
     found: list[dict[str, str]] = run_ranks(
         train, 4, config, arguments, None, digests, init=False, timeout=200
     )
@@ -124,3 +162,8 @@ def test_average_in_bf16_with_tensor_parallelism(run_ranks: RankRunner, tmp_path
     assert near(on, off, 0.1)
     sent = flows(tmp_path, "on")["dp.gradients.pactrain all_reduce"]
     assert sent["compressed"] == sent["calls"] * (STEPS - 1) / STEPS
+    one = [*pactrain, *loading(tmp_path / "saved"), "megatron.tensor_model_parallel_size=1"]
+    with pytest.raises(AssertionError, match="exit code 2") as caught:
+        run_ranks(train, 4, config, [*one, "run.name=one"], init=False, timeout=200)
+    message = "data parallel 4: it is of the part of the model that a rank holds"
+    assert message in " ".join(str(caught.value).split())

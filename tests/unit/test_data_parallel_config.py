@@ -14,6 +14,7 @@ from megatron_taco.gradients import METHODS
 from megatron_taco.gradients.cd_adam import CDAdam
 from megatron_taco.gradients.sparseloco import SparseLoCo
 from megatron_taco.patching import conflicts, data_conflicts
+from megatron_taco.patching.data import DataParallelHooks
 from megatron_taco.patching.data_flows import all_flows, expected_flows
 from megatron_taco.patching.data_session import data_parallel_checks, data_parallel_hooks
 from megatron_taco.patching.flows import FlowCheckError
@@ -45,6 +46,17 @@ def config(tmp_path: Path, section: dict[str, Any], **megatron: Any) -> Config:
     return load(path)
 
 
+def hooks_of(
+    loaded: Config, *, seed: int = 1234, distributed_optimizer: bool = True
+) -> DataParallelHooks:
+    flows = all_flows(loaded.compression.data_parallel.gradients.method)
+    hooks = data_parallel_hooks(
+        loaded, Counters(flows), seed, distributed_optimizer=distributed_optimizer
+    )
+    assert hooks is not None
+    return hooks
+
+
 def problems(tmp_path: Path, section: dict[str, Any]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         config(tmp_path, section)
@@ -55,13 +67,14 @@ def problems(tmp_path: Path, section: dict[str, Any]) -> list[str]:
 
 def test_sdp4bit_is_what_was_published(tmp_path: Path) -> None:
     loaded = config(tmp_path, {"mode": "on", "weights": {"compressor": "sdp4bit"}})
-    hooks = data_parallel_hooks(loaded, Counters(all_flows()), 1234)
-    assert hooks is not None
+    hooks = hooks_of(loaded)
     assert hooks.gradients is not None
     assert hooks.weights is not None
     assert hooks.gradients.compressor == BlockInteger(4, 128, 32, "bf16", "stochastic")
     assert hooks.weights.compressor == BlockInteger(4, 2048, 1, "fp32")
     assert hooks.inside_node == BlockInteger(8, 512, 1, "fp32", "stochastic")
+    # An all-reduce goes in one hop, so it needs no groups of nodes.
+    assert hooks_of(loaded, distributed_optimizer=False).inside_node is None
     assert hooks.difference
     assert hooks.seed == 1234
     assert load(tmp_path / "run.yaml").to_yaml() == loaded.to_yaml()
@@ -74,8 +87,7 @@ def test_other_compressors_take_their_own_settings(tmp_path: Path) -> None:
         "weights": {"compressor": "block_integer", "bits": 8, "difference": False},
         "exclude": ["embedding"],
     }
-    hooks = data_parallel_hooks(config(tmp_path, section), Counters(all_flows()), 5)
-    assert hooks is not None
+    hooks = hooks_of(config(tmp_path, section), seed=5)
     assert hooks.gradients is not None
     assert hooks.weights is not None
     assert hooks.gradients.compressor == Taco("int6", 64)
@@ -88,15 +100,15 @@ def test_other_compressors_take_their_own_settings(tmp_path: Path) -> None:
 
 def test_off_is_absent(tmp_path: Path) -> None:
     loaded = config(tmp_path, {"gradients": {"compressor": "taco"}})
-    assert data_parallel_hooks(loaded, Counters([]), 1234) is None
+    hooks = data_parallel_hooks(loaded, Counters([]), 1234, distributed_optimizer=True)
+    assert hooks is None
     assert conflicts.check(loaded) == []
-    assert data_conflicts.check_size(loaded, 1) == []
+    assert data_conflicts.check_size(loaded, {"data_parallel_size": 1}) == []
 
 
 def test_expected_flows_follow_the_optimiser_and_what_is_excluded(tmp_path: Path) -> None:
     section = {"mode": "on", "exclude": ["mlp"], "weights": {"compressor": "sdp4bit"}}
-    hooks = data_parallel_hooks(config(tmp_path, section), Counters(all_flows()), 1234)
-    assert hooks is not None
+    hooks = hooks_of(config(tmp_path, section))
 
     assert hooks.gradients is not None
     assert hooks.weights is not None
@@ -113,8 +125,7 @@ def test_weights_are_expected_only_after_steps_that_were_taken(tmp_path: Path) -
     """FP16 starts with a loss scale that overflows: steps are skipped, and no weights move."""
     section = {"mode": "on", "weights": {"compressor": "sdp4bit"}}
     loaded = config(tmp_path, section)
-    hooks = data_parallel_hooks(loaded, Counters(all_flows()), 1234)
-    assert hooks is not None
+    hooks = hooks_of(loaded)
     gradients, weights = data_parallel_checks(
         hooks, loaded, totals=lambda: [], distributed_optimizer=True
     )
@@ -282,21 +293,20 @@ def test_what_local_steps_do_not_go_with(
 
 
 def test_what_would_never_be_compressed(tmp_path: Path) -> None:
-    section = {"mode": "on", "start_step": 4, "gradients": {"two_level": True}}
+    section = {"mode": "on", "start_step": 4}
+    section["gradients"] = {"two_level": True, "ranks_per_node": 2}
     whole = {"use_distributed_optimizer": False}
-    late, hops = conflicts.check(config(tmp_path, section, train_iters=4, **whole))[::-1]
+    late, nodes, hops = conflicts.check(config(tmp_path, section, train_iters=4, **whole))[::-1]
     assert "compression.data_parallel.start_step: 4 is not below the 4 steps of train_" in late
     assert "two_level: true has no effect without megatron.use_distributed_optimizer" in hops
+    assert "ranks_per_node: 2 has no effect without megatron.use_distributed" in nodes
     assert conflicts.check(config(tmp_path, section, train_iters=5)) == []
 
 
 def test_methods_with_memory_are_made_with_their_settings(tmp_path: Path) -> None:
     assert set(METHOD_SETTINGS) == set(METHODS)
     settings = {"compressor": "cd_adam", "block": 64, "transform": 32}
-    hooks = data_parallel_hooks(
-        config(tmp_path, {"mode": "on", "gradients": settings}), Counters(all_flows("cd_adam")), 1
-    )
-    assert hooks is not None
+    hooks = hooks_of(config(tmp_path, {"mode": "on", "gradients": settings}))
     assert hooks.gradients is not None
     assert hooks.make_method is not None
     method = hooks.make_method(cast(ProcessGroup, OneRank()), "bucket")
@@ -313,10 +323,7 @@ def test_rounds_of_local_steps_count_from_the_start_step(tmp_path: Path) -> None
         "start_step": 1,
         "gradients": {"compressor": "sparseloco", "ratio": 0.1, "bits": 8, "local_steps": 3},
     }
-    hooks = data_parallel_hooks(
-        config(tmp_path, section), Counters(all_flows("sparseloco")), seed=1
-    )
-    assert hooks is not None
+    hooks = hooks_of(config(tmp_path, section))
     assert hooks.local is not None
     assert hooks.make_method is not None
     method = hooks.make_method(cast(ProcessGroup, OneRank()), "bucket")
@@ -328,6 +335,13 @@ def test_rounds_of_local_steps_count_from_the_start_step(tmp_path: Path) -> None
 
 def test_one_rank_has_nothing_to_compress(tmp_path: Path) -> None:
     loaded = config(tmp_path, {"mode": "on"})
-    (message,) = data_conflicts.check_size(loaded, 1)
+    sizes = {"data_parallel_size": 1, "context_parallel_size": 1}
+    (message,) = data_conflicts.check_size(loaded, sizes)
     assert message.startswith(f"{loaded.where(MODE)}: {MODE}: on with a data-parallel size of 1")
-    assert data_conflicts.check_size(loaded, 2) == []
+    (message,) = data_conflicts.check_arguments(loaded, sizes | dict(loaded.megatron))
+    assert f"{MODE}: on ({loaded.where(MODE)}) with a data-parallel size of 1" in message
+    # Megatron reduces over data x context parallel ranks.
+    for size in ("data_parallel_size", "context_parallel_size"):
+        more = sizes | {size: 2}
+        assert data_conflicts.check_size(loaded, more) == []
+        assert data_conflicts.check_arguments(loaded, more | dict(loaded.megatron)) == []

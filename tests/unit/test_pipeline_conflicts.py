@@ -19,13 +19,17 @@ def config(
     tmp_path: Path,
     section: dict[str, Any],
     model: dict[str, Any] | None = None,
+    data_parallel: dict[str, Any] | None = None,
     **megatron: Any,
 ) -> Config:
     document = {
         "data": {"source": "mock", "tokenizer": "bytes"},
         "model": {"preset": "gpt-tiny", **(model or {})},
         "megatron": {"pipeline_model_parallel_size": 2, **megatron},
-        "compression": {"pipeline_parallel": {"mode": "on", "rank": 16, **section}},
+        "compression": {
+            "pipeline_parallel": {"mode": "on", "rank": 16, **section},
+            "data_parallel": data_parallel or {},
+        },
     }
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(document, sort_keys=False))
@@ -177,6 +181,28 @@ def test_codebooks_that_never_come_into_force_are_mentioned(tmp_path: Path) -> N
     assert "quantizer.forward.warmup_steps: 7 in a run of 7 steps: its messages are never" in note
     assert pipeline_conflicts.notes(loaded, 8) == []
     assert pipeline_conflicts.notes(loaded, None) == []
+
+
+def test_steps_apart_with_sums_in_every_step(tmp_path: Path) -> None:
+    """Replicas that step apart still agree on projectors and codebooks; noted, or refused."""
+    apart = {"mode": "on", "gradients": {"compressor": "sparseloco"}}
+    rvq = {"quantizer": {"forward": {"kind": "rvq", "warmup_steps": 1}}}
+    for section, sums in (
+        ({}, "boundary: mapl: gradients of projectors are summed over all replicas in every"),
+        ({"boundary": "fixed", **rvq}, "boundary: fixed: statistics of codebooks are summed"),
+        (rvq, "gradients of projectors and statistics of codebooks are summed"),
+    ):
+        loaded = config(tmp_path, section, data_parallel=apart)
+        (note,) = conflicts.notes(loaded)
+        assert "compression.data_parallel.gradients.compressor: sparseloco with " in note
+        assert sums in note
+        assert conflicts.check(loaded) == []
+    assert conflicts.notes(config(tmp_path, {"boundary": "fixed"}, data_parallel=apart)) == []
+    assert conflicts.notes(config(tmp_path, {}, data_parallel={"mode": "on"})) == []
+    subspace = config(tmp_path, {"boundary": "subspace"}, data_parallel=apart)
+    found = [line for line in conflicts.check(subspace) if "sparseloco does not go with" in line]
+    assert len(found) == 1
+    assert "take weights out of the subspace" in found[0]
 
 
 def test_in_place_needs_depths_alone(tmp_path: Path) -> None:
