@@ -48,6 +48,8 @@ def checkpoint_folder(args: argparse.Namespace) -> str | None:
         return None
     step = str(getattr(args, "ckpt_step", None) or tracker(load).read_text("utf-8").strip())
     release = step == "release"
+    if not release and not step.isdecimal():
+        return None  # Megatron or data_checks say what is wrong with it
     folder = get_checkpoint_name(load, 0 if release else int(step), release, return_base_dir=True)
     return folder if check_is_distributed_checkpoint(folder) else None
 

@@ -9,6 +9,7 @@ group exists.
 
 from __future__ import annotations
 
+import os
 import struct
 from argparse import Namespace
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ def check(config: Config, args: Namespace) -> list[Problem]:
         config: A loaded configuration whose files are there (`config.files.missing_files`).
         args: Megatron's validated arguments for it.
     """
-    problems = list(_checkpoint(config, args))
+    problems = [*_checkpoint(config, args), *_loaded(config, args), *_saved(config, args)]
     vocabulary, found = _vocabulary(config)
     problems += found
     for key in ("path", "train_path", "valid_path", "test_path"):
@@ -85,6 +86,43 @@ def _checkpoint(config: Config, args: Namespace) -> Iterator[Problem]:
             f"megatron.{name}",
             f"there is no checkpoint in {folder} (no {_TRACKER}); to start from nothing leave "
             f"{name} out",
+        )
+
+
+def _loaded(config: Config, args: Namespace) -> Iterator[Problem]:
+    """Yield what is wrong with the checkpoint's marker, or with the iteration that is asked for."""
+    load = args.load
+    if getattr(args, "non_persistent_ckpt_type", None) is not None:
+        return
+    if load is None or "://" in load or not (Path(load) / _TRACKER).is_file():
+        return
+    marker = (Path(load) / _TRACKER).read_text("utf-8", errors="replace").strip()
+    asked = getattr(args, "ckpt_step", None)
+    found = sorted(path.name for path in Path(load).glob("iter_*"))
+    there = ", ".join(found) or "none"
+    if asked is None and marker != "release" and not marker.isdecimal():
+        yield config.problem(
+            "megatron.load",
+            f"{load}/{_TRACKER} holds {marker!r}, allowed: a number of an iteration; there are: "
+            f"{there}",
+        )
+    elif asked is not None or marker != "release":
+        name = f"iter_{int(marker if asked is None else asked):07d}"
+        if not (Path(load) / name).is_dir():
+            key = "megatron.load" if asked is None else "megatron.ckpt_step"
+            yield config.problem(key, f"there is no {name} in {load}; there are: {there}")
+
+
+def _saved(config: Config, args: Namespace) -> Iterator[Problem]:
+    """Yield where checkpoints could not be written, before hours of training are lost."""
+    if args.save is None or "://" in args.save:
+        return
+    folder = Path(args.save).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        yield config.problem(
+            "megatron.save", f"{args.save} cannot be written: {folder} is no folder or not ours"
         )
 
 

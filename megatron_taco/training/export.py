@@ -120,7 +120,7 @@ def _whole(
     ours += ["telemetry.tensorboard=false", "telemetry.wandb=null"]
     ours += [
         f"megatron.load={folder}",
-        f"megatron.save={output}",
+        *(f"megatron.save={output}", "megatron.save_interval=1"),
         *(f"megatron.{name}=true" for name in ("no_load_optim", "no_load_rng")),
         *(f"megatron.{name}=true" for name in ("no_save_optim", "no_save_rng")),
         "megatron.exit_on_missing_checkpoint=true",

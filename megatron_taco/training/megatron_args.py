@@ -368,6 +368,11 @@ def _layout_problems(config: Config) -> list[Problem]:
     if not any(megatron.get(name) for name in ("train_iters", "train_samples", "skip_train")):
         message = "required (or train_samples): how long to train"
         problems.append(config.problem("megatron.train_iters", message))
+    for name, least in (("log_interval", 1), ("seed", 0)):
+        value = whole(megatron.get(name))
+        if value is not None and value < least:
+            key = f"megatron.{name}"
+            problems.append(config.problem(key, f"{value}, allowed: {least} or more"))
     if megatron.get("lr") is None and not megatron.get("skip_train"):
         problems.append(config.problem("megatron.lr", "required: the peak learning rate"))
     total, micro = whole(megatron.get("global_batch_size")), whole(micro)

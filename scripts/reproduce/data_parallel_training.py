@@ -19,6 +19,7 @@ import argparse
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import platform
 import shutil
@@ -120,6 +121,8 @@ def as_rank(path: Path) -> int:
                 code = one_run(Path(job["out"]), job["config"], job["overrides"])
             finally:
                 sys.stderr.flush()
+                for writer in multiprocessing.active_children():  # of checkpoints
+                    writer.kill()
                 os._exit(code)
         if os.waitpid(child, 0)[1]:
             return 1

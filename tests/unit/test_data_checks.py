@@ -48,6 +48,7 @@ def arguments(**changed: Any) -> Namespace:
         "eval_iters": 2,
         "full_validation": False,
         "load": None,
+        "save": None,
         "pretrained_checkpoint": None,
         "non_persistent_ckpt_type": None,
     }
@@ -244,8 +245,30 @@ def test_a_checkpoint_that_is_not_there(configured: Callable[..., Config], tmp_p
     assert len(found(config, load=str(folder), pretrained_checkpoint=str(other))) == 2
     (other / "latest_checkpointed_iteration.txt").write_text("2")
     assert found(config, load=str(folder), pretrained_checkpoint=str(other)) == []
-    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    marker = folder / "latest_checkpointed_iteration.txt"
+    marker.write_text("4")
+    (message,) = found(config, load=str(folder))
+    assert f"there is no iter_0000004 in {folder}; there are: none" in message
+    (folder / "iter_0000004").mkdir()
     assert found(config, load=str(folder)) == []
+    (message,) = found(config, load=str(folder), ckpt_step=5)
+    assert f"megatron.ckpt_step: there is no iter_0000005 in {folder}" in message
+    marker.write_text("banana")
+    (message,) = found(config, load=str(folder))
+    assert f"{marker} holds 'banana', allowed: a number of an iteration" in message
+    assert "there are: iter_0000004" in message
+    marker.write_text("release")
+    assert found(config, load=str(folder)) == []
+
+
+def test_where_checkpoints_cannot_be_written(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = configured("megatron.save=out")
+    assert found(config, save=str(tmp_path / "new" / "out")) == []
+    (tmp_path / "file").touch()
+    (message,) = found(config, save=str(tmp_path / "file" / "out"))
+    assert f"{tmp_path / 'file'} is no folder or not ours" in message
 
 
 def test_a_run_without_files_has_nothing_to_check(configured: Callable[..., Config]) -> None:

@@ -225,6 +225,10 @@ MISTAKES = {
         "command line: megatron.train_iters=null: required (or train_samples): how long to train",
         "command line: megatron.lr=null: required: the peak learning rate",
     ],
+    ("megatron.log_interval=0", "megatron.seed=-1"): [
+        "command line: megatron.log_interval=0: 0, allowed: 1 or more",
+        "command line: megatron.seed=-1: -1, allowed: 0 or more",
+    ],
     ("megatron.lr_warmup_iters=10",): [
         "command line: megatron.lr_warmup_iters=10: 10 is not less than the 10 iters of the "
         "learning rate's decay"
