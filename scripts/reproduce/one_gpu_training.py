@@ -150,7 +150,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 def about(args: argparse.Namespace, common: list[str]) -> dict[str, Any]:
     """What was run where."""
-    found = environment()
+    found = {key: value for key, value in environment().items() if key not in ("host", "argv")}
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
         capture_output=True, text=True, check=False,
