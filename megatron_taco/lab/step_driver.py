@@ -30,7 +30,7 @@ from megatron_taco.lab.step_pipeline import PipelineArms
 from megatron_taco.lab.step_router import ArmRouter
 from megatron_taco.lab.step_schedule import AUTO, FP32, PLAIN, SILENT, Schedule, Turn
 from megatron_taco.lab.step_work import Work, measure_work
-from megatron_taco.patching.boundary_gradients import EXCHANGE, PROJECTOR_SUM
+from megatron_taco.patching.boundary_gradients import CODEBOOK_SUM, EXCHANGE, PROJECTOR_SUM
 from megatron_taco.patching.session import Session
 from megatron_taco.telemetry.counters import Counters
 
@@ -65,9 +65,9 @@ class Steps:
     def column(self, index: int) -> list[int]:
         """Returns one of the figures of ``sent`` for a rank: the mean, of all flows together.
 
-        The exchange of projectors' gradients is left out.
+        The exchange of projectors' gradients, their sums and those of codebooks are left out.
         """
-        exact = {str(EXCHANGE), str(PROJECTOR_SUM)}
+        exact = {str(EXCHANGE), str(PROJECTOR_SUM), str(CODEBOOK_SUM)}
         totals = [
             sum(found[index] for flow, found in sent.items() if flow not in exact)
             for sent in self.sent

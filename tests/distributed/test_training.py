@@ -133,11 +133,12 @@ def test_recomputation_sends_the_same_bytes(run_ranks: RankRunner, tmp_path: Pat
         "megatron.recompute_method=uniform",
         "megatron.recompute_num_layers=1",
     )
-    for layout in ((), (SP,)):
+    tp2 = ("megatron.tensor_model_parallel_size=2",)
+    for ranks, layout in ((2, tp2), (4, (*TP2_PP2, SP))):
         name = f"run.name=stored{len(layout)}"
         again = f"run.name=recomputed{len(layout)}"
         for overrides in ([name], [again, *full]):
-            run_ranks(train, 4, config, [*TP2_PP2, *layout, *overrides], init=False, timeout=120)
+            run_ranks(train, ranks, config, [*layout, *overrides], init=False, timeout=120)
         stored = losses(tmp_path, f"stored{len(layout)}")
         recomputed = losses(tmp_path, f"recomputed{len(layout)}")
         assert len(stored) == 6
@@ -149,12 +150,12 @@ def test_checkpoints_cross_over(run_ranks: RankRunner, tmp_path: Path) -> None:
     config = write_config(tmp_path)
     for first, second, name in ((OFF, None, "to-on"), (None, OFF, "to-off")):
         folder = tmp_path / f"saved-{name}"
-        base = [*TP2_PP2, f"run.name={name}"]
+        base = ["megatron.tensor_model_parallel_size=2", f"run.name={name}"]
         start = [*base, *([first] if first else []), f"megatron.save={folder}"]
         start += ["megatron.train_iters=9", "megatron.exit_interval=6"]
-        run_ranks(train, 4, config, [*start, "megatron.save_interval=6"], init=False, timeout=120)
+        run_ranks(train, 2, config, [*start, "megatron.save_interval=6"], init=False, timeout=120)
         go_on = [*base, *([second] if second else []), f"megatron.load={folder}"]
-        run_ranks(train, 4, config, [*go_on, "megatron.train_iters=9"], init=False, timeout=120)
+        run_ranks(train, 2, config, [*go_on, "megatron.train_iters=9"], init=False, timeout=120)
         found = losses(tmp_path, name)
         assert sorted(found) == list(range(1, 10))
         assert found[9] < found[1]
