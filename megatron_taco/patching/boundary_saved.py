@@ -46,7 +46,8 @@ def checkpoint_folder(args: argparse.Namespace) -> str | None:
     load = next((each for each in named if each and tracker(each).is_file()), None)
     if load is None:
         return None
-    step = str(getattr(args, "ckpt_step", None) or tracker(load).read_text("utf-8").strip())
+    asked = getattr(args, "ckpt_step", None)
+    step = tracker(load).read_text("utf-8").strip() if asked is None else str(asked)
     release = step == "release"
     if not release and not step.isdecimal():
         return None  # Megatron or data_checks say what is wrong with it

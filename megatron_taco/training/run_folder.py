@@ -52,6 +52,11 @@ def environment() -> dict[str, Any]:
     }
 
 
+def published_environment() -> dict[str, Any]:
+    """As :func:`environment`, without what names one machine: its host and its folders."""
+    return {key: value for key, value in environment().items() if key not in ("host", "argv")}
+
+
 class RunFolder:
     """``<dir>/<name>``; rank 0 makes it, every rank may log into it.
 

@@ -37,7 +37,7 @@ from megatron_taco.lab.corpus import Recipe, installed_roots
 from megatron_taco.lab.corpus_tokens import Prepared, prepare
 from megatron_taco.lab.plot_file import plot_file
 from megatron_taco.lab.study_runs import StudyRuns
-from megatron_taco.training.run_folder import environment
+from megatron_taco.training.run_folder import published_environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = ROOT / "configs" / "llama-150m.yaml"
@@ -175,8 +175,7 @@ class Study:
             command = f"python scripts/reproduce/mapl_accuracy.py{small} --steps {steps}"
             date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
             run = {"command": command, "date": date, "commit": self.args.commit}
-            about = {k: v for k, v in environment().items() if k not in ("host", "argv")}
-            found = {**here, "environment": about, "run": run}
+            found = {**here, "environment": published_environment(), "run": run}
             file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return found
 

@@ -28,7 +28,7 @@ from megatron_taco.lab import loss_report
 from megatron_taco.lab.bench_collectives import FORMATS
 from megatron_taco.lab.loss_report import UNCOMPRESSED
 from megatron_taco.lab.markdown import markdown_table
-from megatron_taco.training.run_folder import environment
+from megatron_taco.training.run_folder import published_environment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = ROOT / "configs" / "gpt-350m.yaml"
@@ -150,7 +150,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 def about(args: argparse.Namespace, common: list[str]) -> dict[str, Any]:
     """What was run where."""
-    found = {key: value for key, value in environment().items() if key not in ("host", "argv")}
+    found = published_environment()
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
         capture_output=True, text=True, check=False,
